@@ -26,6 +26,7 @@ class Variable:
 VARIABLES: tuple[Variable, ...] = (
     Variable("BLOCKSCALE_BACKEND", "force this backend for every operation that it implements, as use_backend() does"),
     Variable("BLOCKSCALE_CHECK", "1: check starts and ends of groups on the GPU; a wrong one stops the program", "0"),
+    Variable("BLOCKSCALE_CHECK_RANKS", "1: compare every call of parallel layers among ranks, also on GPUs", "0"),
     Variable("BLOCKSCALE_CHECK_WEIGHTS", "1: compare shared casts of weights with the weights in every forward", "0"),
     Variable("BLOCKSCALE_LOG", "print messages of this level and above: debug, info, warning or error"),
     Variable("BLOCKSCALE_POISON", "1: fill outputs with NaN bytes before a kernel writes them (debugging, tests)", "0"),

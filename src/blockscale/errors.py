@@ -122,6 +122,10 @@ class ProcessError(BlockscaleError, ValueError):
     """A worker process that ended without a result."""
 
 
+class RankError(BlockscaleError, RuntimeError):
+    """A collective that failed because of another rank, which the message names."""
+
+
 class TransformError(BlockscaleError, NotImplementedError):
     """A torch.func transform or forward-mode AD that needs a derivative that layers do not have."""
 

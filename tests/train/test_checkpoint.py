@@ -157,16 +157,17 @@ KILLED = """
 import sys, time
 from dataclasses import replace
 from pathlib import Path
-from blockscale.train import checkpoint, train
+from blockscale.distributed import sharded_files
+from blockscale.train import train
 from support.small_runs import DENSE, small
-real = checkpoint._checksums
-def slow(folder):
+real = sharded_files.checksums
+def slow(folder, *pattern):
     # the tensors of step 2 are on disk, run.json is not
     if "00000002" in folder.name:
         print("saving", flush=True)
         time.sleep(60)
-    return real(folder)
-checkpoint._checksums = slow
+    return real(folder, *pattern)
+sharded_files.checksums = slow
 train(replace(small("bf16", model=replace(DENSE, layers=1), steps=3), folder=Path(sys.argv[1]), save_every=1))
 """
 
@@ -254,7 +255,7 @@ def test_files_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch
     def denied(path: Path) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoints, "_checksum", denied)
+    monkeypatch.setattr(checkpoints, "checksum", denied)
     with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied.*check the permissions"):
         resumed(folder)
 

@@ -13,6 +13,7 @@ from blockscale.autograd import linear_plan
 from blockscale.diagnostics import store
 from blockscale.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from blockscale.models import attention
+from blockscale.models.non_finite import Place, locate
 from blockscale.nn import Linear
 from blockscale.train import Hooks, OptimizerConfig, Run, faults, get_preset, train
 from blockscale.train.checkpoint import complete
@@ -179,7 +180,7 @@ def test_a_gradient_accumulated_in_place_is_checked(monkeypatch: pytest.MonkeyPa
         return made
 
     monkeypatch.setattr(linear_plan, "wgrad", wgrad)
-    place = faults.locate(run.model, [run.pieces(0, 0)])
+    place = locate(run.model, [run.pieces(0, 0)])
     assert place is not None
     assert (place.layer.endswith("attention.out"), place.op) == (True, "wgrad")
 
@@ -201,10 +202,10 @@ def test_weights_do_not_change_after_a_nan():
 def test_locate_finds_a_nan_weight():
     run = Run(small("bf16"))
     pieces = [run.pieces(0, 0)]
-    assert faults.locate(run.model, pieces) is None
+    assert locate(run.model, pieces) is None
     with torch.no_grad():
         run.model.layers[1].mlp_norm.weight[0] = float("nan")
-    assert faults.locate(run.model, pieces) == faults.Place("layers.1.mlp_norm.weight", "the weight itself")
+    assert locate(run.model, pieces) == Place("layers.1.mlp_norm.weight", "the weight itself")
 
 
 def test_a_rate_that_is_too_high_is_found():

@@ -9,7 +9,7 @@ import torch
 
 from blockscale.models.transformer import Transformer
 from blockscale.train import OptimizerConfig
-from blockscale.train.schedule import make_optimizer, norm_and_scale, rate_at
+from blockscale.train.schedule import divisor, make_optimizer, norm_of, rate_at
 from support.small_runs import SPARSE
 
 
@@ -61,7 +61,8 @@ def test_clipping_is_torchs(limit: float):
 
     ours, theirs = weights(), weights()
     mine, plain = (torch.optim.AdamW(each, lr=0.1, eps=1e-2, fused=True) for each in (ours, theirs))
-    norm, mine.grad_scale = norm_and_scale([each.grad for each in ours if each.grad is not None], limit)
+    norm = norm_of([each.grad for each in ours if each.grad is not None])
+    mine.grad_scale = divisor(norm, limit)
     assert torch.equal(torch.nn.utils.clip_grad_norm_(theirs, limit), norm)
     assert (mine.grad_scale == 1) == (norm < limit)
     for optimizer in (mine, plain):
@@ -71,7 +72,8 @@ def test_clipping_is_torchs(limit: float):
 
 
 def test_no_limit_scales_nothing():
-    norm, scale = norm_and_scale([torch.full((4,), 3.0)], 0.0)
+    norm = norm_of([torch.full((4,), 3.0)])
+    scale = divisor(norm, 0.0)
     assert (norm, scale) == (6.0, None)
 
 

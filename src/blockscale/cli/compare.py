@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .. import env
 from ..train.checks import check_comparison, check_seeds
 from . import arguments
-from .train import ArmRecipe, RunOptions, check_run, hides, parse
+from .train import ArmRecipe, RunOptions, check_run, hides, parse, refuse_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,6 +109,7 @@ _COLOURS = {"good": "green", "bad": "red", "open": "yellow", "short": "cyan"}
 
 def _checked(options: Options) -> list[str]:
     """The recipes; raises for options that cannot be compared, before torch is imported."""
+    refuse_ranks("compare")
     check_run(options.config)
     recipes = arguments.recipes(options.recipes)
     if options.require_verdict and not {*recipes} - {"bf16"}:

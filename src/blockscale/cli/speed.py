@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .. import env
 from ..train.config import Compile, WeightCast
 from . import arguments
-from .train import ArmRecipe, RunOptions, check_run, hides, parse
+from .train import ArmRecipe, RunOptions, check_run, hides, parse, refuse_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +71,7 @@ def run(options: Options) -> int:
     recipes = arguments.recipes(options.recipes)
     arguments.at_least(1, options.warm_up, "--warm-up", "the first step compiles")
     arguments.at_least(2, options.timed, "--timed", "a spread needs two steps")
+    refuse_ranks("speed")
     check_run(options.config)
     arguments.check_writable(options.out, "--out", is_folder=True)
     arguments.check_writable(options.rows, "--rows")

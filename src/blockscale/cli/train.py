@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_type_hints
 
 import tyro
 
+from .. import env
 from ..train.checks import check
 from ..train.config import RecipeConfig, RunConfig
 from ..train.presets import PRESETS, get_preset
@@ -104,6 +105,14 @@ def check_run(config: RunConfig) -> None:
     check_writable(config.data.cache, "--data.cache", is_folder=True)
 
 
+def refuse_ranks(command: str) -> None:
+    """Raise if torchrun started a command whose runs are each in one process."""
+    ranks = int(env.of_others("WORLD_SIZE") or 1)
+    if ranks > 1:
+        rule = "its runs share one process, so that nothing else differs between them"
+        refuse(f"{command} on {ranks} ranks", rule, "start it without torchrun, or train one run with torchrun")
+
+
 def run(config: RunConfig) -> int:
     """Train and show progress; returns 130 if interrupted."""
     if config.recipe.name == "bf16" and config.recipe.weights is not None:
@@ -117,9 +126,10 @@ def run(config: RunConfig) -> int:
         from ..train.metrics import JsonLines, TensorBoard
         from ..train.view import View
 
-    with folder_lock(config.folder):
-        hooks: list[Hooks] = [View(console)]
-        if config.folder is not None:
+    is_first = env.of_others("RANK") in ("", "0")
+    with folder_lock(config.folder if is_first else None):
+        hooks: list[Hooks] = [View(console)] if is_first else []
+        if config.folder is not None and is_first:
             hooks.append(JsonLines(config.folder))
             if config.tensorboard:
                 hooks.append(TensorBoard(config.folder))

@@ -20,6 +20,8 @@ from ..errors import ShapeError, refuse
 from ..formats.checks import check_tensor
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing
+from .agreement import check_same_call
+from .collectives import ranks_of
 from .dispatch import CallFacts, Dispatcher, Exchange, ExpertPlace
 from .expert_plan import ExpertParallelPlan
 
@@ -72,6 +74,7 @@ class DividedExperts(torch.nn.Module):
 
     def exchange(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> Exchange:
         """The exchange of a call with tokens x. Collective."""
+        check_same_call(ranks_of(self.place.group), x.device, "experts of several ranks", self.place.experts)
         return self.dispatcher.exchange(routing, self.place, self._facts(x, routing, gate_weights))
 
     def _facts(self, x: Tensor, routing: Routing, gate_weights: Tensor | None) -> CallFacts:

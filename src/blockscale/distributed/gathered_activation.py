@@ -20,6 +20,7 @@ from ..autograd.recipe import Recipe, get_recipe
 from ..autograd.transforms import check_transforms
 from ..casts.checks import check_source
 from ..errors import ShardingError, check_name, refuse
+from .agreement import check_same_call
 from .collectives import Ranks, gather_operand, gather_values, ranks_of
 from .parallel_plans import plain, requantized
 from .token_exchange import ShardedTokens, gathered
@@ -87,6 +88,8 @@ def gather_activation(
     check_tensor_scales("a gathered activation", chosen)
     saves = torch.is_grad_enabled()
     check_columns(chosen, ("fprop_x", "wgrad_x"), tokens, wgrad, NeedsGrad(False, saves, False))
+    facts = tuple(x.shape), x.dtype, chosen.name, gather_dim, wgrad, saves and x.requires_grad
+    check_same_call(ranks, x.device, "gather_activation", *facts, saves)
     sharded, mine = ShardedTokens(ranks, tokens), matrix(x)
     shape = (*with_size(x, gather_dim, x.shape[gather_dim] * ranks.size), x.shape[-1])
     casts, roles = Casts(chosen), ("fprop_x", "wgrad_x")

@@ -34,10 +34,11 @@ from ..autograd.linear import (
 )
 from ..autograd.linear_plan import CallState, LinearPlan
 from ..autograd.mlp import SwiGLUFunction, check_mlp, check_pairs, swiglu
-from ..autograd.operands import Casts, Pair, needed_grads
+from ..autograd.operands import Casts, NeedsGrad, Pair, needed_grads
 from ..autograd.recipe import Recipe, get_recipe
 from ..errors import ShardingError, check_name, refuse
 from ..formats.stochastic import Stochastic
+from .agreement import check_same_call
 from .collectives import Ranks, Tokens, ranks_of
 from .gathered_activation import GatheredActivation
 from .parallel_mlp_plan import ParallelMLPPlan
@@ -83,6 +84,7 @@ def column_parallel(
         return y.view(*x.shape[:-1], weight.shape[0])
     tokens = tokens_of(x, "gather_dim", gather_dim, 1)
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
+    check_same_call(ranks, x.device, "column_parallel", *_call(x, weight, bias, recipe, gather_dim, wgrad, needs))
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
     plan = ColumnParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
@@ -120,6 +122,7 @@ def row_parallel(
     check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs)
     if rounding is not None and any(needs):
         rounding = _rounding_of_tokens(rounding, tokens, ranks, weight.shape[0])
+    check_same_call(ranks, x.device, "row_parallel", *_call(x, weight, bias, recipe, scatter_dim, wgrad, needs))
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
@@ -182,6 +185,8 @@ def swiglu_parallel(
     needs = first, needed_grads(x, down_weight, down_bias)._replace(x=any(first))
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
     check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs[1])
+    call = _call(x, gate_up_weight, gate_up_bias, recipe, token_dim, wgrad, needs[0])
+    check_same_call(ranks, x.device, "swiglu_parallel", *call, tuple(down_weight.shape), down_bias is None, *needs[1])
     sharing = Sharing(ranks, tokens, wgrad == "requantized")
     plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
     call_state = (None, *weight_operands)
@@ -202,6 +207,14 @@ def _run(
     if not any(plan.needs):
         return plan.forward(x, weight, bias, call_state).y
     return LinearFunction.apply(x, weight, bias, main_grad_of(weight), call_state, plan, None)  # pyright: ignore[reportReturnType]
+
+
+def _call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, dim: int, wgrad: Wgrad, needs: NeedsGrad
+) -> tuple[object, ...]:
+    """What the collectives of a call and of its backward depend on."""
+    shapes = tuple(x.shape), tuple(weight.shape)
+    return *shapes, x.dtype, weight.dtype, bias is None, recipe.name, dim, wgrad, *needs
 
 
 # ---- checks: from what all ranks have alike, so that all of them raise -----------------------------------------------

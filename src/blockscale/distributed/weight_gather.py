@@ -28,6 +28,8 @@ from ..formats.cast_spec import Cast, CastPlan
 from ..formats.layout import ceil_div
 from ..formats.scales import magnitude_bits
 from ..nn.recipe_module import RecipeModule
+from .agreement import check_same_call
+from .collectives import ranks_of
 from .shards import Place, edges, exchanged_tiles, place_of
 from .tensors import Payload, ShardedWeight
 
@@ -94,6 +96,8 @@ class AmaxExchange:
         for group, found in groups.items():
             # shards that are offloaded to the CPU communicate from the GPU
             flat = torch.cat([slot.flatten().to(found[0][0].device) for _, slots in found for slot in slots])
+            what = "maxima of weights", *(tuple(slot.shape) for _, slots in found for slot in slots)
+            check_same_call(ranks_of(group), flat.device, *what)
             dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
             self.count += 1
             parts = iter(flat.split([slot.numel() for _, slots in found for slot in slots]))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
+Gather = Literal["low", "high"]
+Payload = Literal["bf16", "low"]
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,17 @@ class ModelConfig:
     def head_width(self) -> int:
         """Features of a head."""
         return self.head_dim or self.dim // self.heads
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """How ranks that torchrun started divide a model; without torchrun nothing of it is used."""
+
+    gather: Gather = "low"
+    """What FSDP2 gathers of a weight. low: its codes, where its format allows it. high: the dtype of parameters."""
+    experts: int = 1
+    """Ranks among which the experts of a layer are divided; the other factor of all ranks shards each expert."""
+    payload: Payload = "bf16"
+    """How tokens travel to experts of other ranks. bf16: 16 bits. low: codes and scales."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others; then all ranks end with an error."""

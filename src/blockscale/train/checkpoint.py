@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
+from ..distributed import sharded_files
+from ..distributed.sharded_files import checksum
+from ..distributed.world import ALONE, World
 from ..errors import CheckpointError, message, option, refuse
 from .config import RunConfig, to_dict
 from .files import sync_folder, write_synced
@@ -73,51 +73,52 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint atomically and remove all but the last `keep`."""
-    final, fresh = folder / name_of(step), folder / f"{_SAVING}{step:08d}-{os.getpid()}"
+def save(
+    folder: Path, step: int, tensors: dict[str, Tensor], about: Mapping[str, Any], keep: int, world: World = ALONE
+) -> Path:
+    """Write a checkpoint atomically and remove all but the last `keep`. Every rank writes its shards; the first one
+    writes run.json and renames the folder after all are done."""
+    final = folder / name_of(step)
+    fresh = folder / f"{_SAVING}{step:08d}-{world.from_first(os.getpid)}"
     try:
-        shutil.rmtree(fresh, ignore_errors=True)  # left by another process with this pid
-        fresh.mkdir(parents=True)
-        _check_room(folder, tensors)
-        with _quiet():
-            writer = FileSystemWriter(str(fresh), sync_files=True)
-            state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
-        written = {"format": FORMAT, "step": step, "files": _checksums(fresh), **about}
-        write_synced(fresh / ABOUT, json.dumps(written | {"check": _check_of(written)}))
-        sync_folder(fresh)
-        if final.exists():  # the same step of the same run, saved again
-            shutil.rmtree(final)
-        fresh.rename(final)
-        sync_folder(folder)
+        needed = sum(world.gather(sharded_files.local_bytes(tensors)))
+        world.from_first(lambda: _begin(fresh, needed))
+        files = sharded_files.write_tensors(fresh, tensors, world)
+        written = {"format": FORMAT, "step": step, "files": files, **about}
+        world.from_first(lambda: _finish(fresh, final, written))
     except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
-        shutil.rmtree(fresh, ignore_errors=True)
-        if isinstance(_cause(error), KeyboardInterrupt):
+        if world.is_first:
+            shutil.rmtree(fresh, ignore_errors=True)
+        if isinstance(sharded_files.cause(error), KeyboardInterrupt):
             raise KeyboardInterrupt from None
         last = latest(folder)
         kept = f"the last one is {last}" if last else "there is none yet"
-        what = f"no checkpoint of step {step} in {folder}: {_reason(error)}"
+        what = f"no checkpoint of step {step} in {folder}: {sharded_files.reason(error)}"
         rule = f"a checkpoint is written completely or not at all; {kept}"
         fix = f"free some space or name another folder, then resume with {option('resume', True)}"
         raise CheckpointError(message(what, rule=rule, fix=fix)) from error
-    for old in complete(folder)[:-keep]:
+    for old in complete(folder)[:-keep] if world.is_first else ():
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def _reason(error: BaseException) -> str:
-    """Message of the error that torch wrapped with tracebacks: the innermost OSError if there is one."""
-    error = _cause(error)
-    reason, inner = str(error) or type(error).__name__, error.__context__
-    while inner is not None:
-        reason, inner = str(inner) if isinstance(inner, OSError) else reason, inner.__context__
-    return reason
+def _begin(fresh: Path, needed: int) -> None:
+    """Make an empty folder on a disk with room for so many bytes."""
+    shutil.rmtree(fresh, ignore_errors=True)  # left by another process with this pid
+    fresh.mkdir(parents=True)
+    free = shutil.disk_usage(fresh).free
+    if free < _ROOM * needed:
+        raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The exception inside torch's CheckpointException, of the first process."""
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    return next(iter(failures.values()))[0] if failures else error
+def _finish(fresh: Path, final: Path, written: Mapping[str, Any]) -> None:
+    """Write run.json and give the folder its final name."""
+    write_synced(fresh / ABOUT, json.dumps({**written, "check": _check_of(written)}))
+    sync_folder(fresh)
+    if final.exists():  # the same step of the same run, saved again
+        shutil.rmtree(final)
+    fresh.rename(final)
+    sync_folder(final.parent)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -170,31 +171,44 @@ def _check_of(about: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
-def load(path: Path, tensors: dict[str, Tensor], config: RunConfig) -> dict[str, Any]:
-    """Fill tensors in place from a checkpoint; returns the contents of run.json."""
-    about = read_about(path)
-    _check_same_model(path, about, config)
-    try:
-        found = _checksums(path)
-    except OSError as error:
-        rule, fix = "a resumed run reads all files of its checkpoint", "check the permissions of its files"
-        raise CheckpointError(message(f"{path} cannot be read: {error}", rule=rule, fix=fix)) from None
-    for name, mark in about["files"].items():
-        if found.get(name) != mark:
-            raise _damaged(path, f"{name} {'is missing' if name not in found else 'does not match its checksum'}")
+def load(path: Path, tensors: dict[str, Tensor], config: RunConfig, world: World = ALONE) -> dict[str, Any]:
+    """Fill tensors in place from a checkpoint, which any number of ranks wrote; returns the contents of run.json."""
+    about = world.from_first(lambda: _checked(path, config))
+    names = sorted(about["files"])[world.rank :: world.size]
+    world.together(lambda: _verify(path, {name: about["files"][name] for name in names}))
     wanted = {name: value for name, value in tensors.items() if not name.startswith("generator.cuda")}
     cuda = tensors.get("generator.cuda")
     if cuda is not None and "generator.cuda" in about["tensors"]:
         wanted["generator.cuda"] = cuda
     try:
-        with _quiet():
-            state_dict_loader.load(wanted, checkpoint_id=str(path), no_dist=True)
+        sharded_files.read_tensors(path, wanted, world)
     except (Exception, CheckpointException) as error:
-        raise _damaged(path, f"{type(error).__name__}: {_reason(error)}") from error
+        raise _damaged(path, f"{type(error).__name__}: {sharded_files.reason(error)}") from error
     torch.set_rng_state(wanted["generator.cpu"])
     if "generator.cuda" in wanted:
         torch.cuda.set_rng_state(wanted["generator.cuda"])
     return about
+
+
+def _checked(path: Path, config: RunConfig) -> dict[str, Any]:
+    """Contents of run.json of a checkpoint of the same model."""
+    about = read_about(path)
+    _check_same_model(path, about, config)
+    return about
+
+
+def _verify(path: Path, files: Mapping[str, int]) -> None:
+    """Raise unless files match their checksums."""
+    for name, mark in files.items():
+        try:
+            found = checksum(path / name)
+        except FileNotFoundError:
+            raise _damaged(path, f"{name} is missing") from None
+        except OSError as error:
+            rule, fix = "a resumed run reads all files of its checkpoint", "check the permissions of its files"
+            raise CheckpointError(message(f"{path} cannot be read: {error}", rule=rule, fix=fix)) from None
+        if found != mark:
+            raise _damaged(path, f"{name} does not match its checksum")
 
 
 def _check_same_model(path: Path, about: Mapping[str, Any], config: RunConfig) -> None:
@@ -217,26 +231,3 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
         message(f"{path} is damaged: {what}", rule="all of its files have to match their checksums", fix=fix)
     )
-
-
-def _quiet() -> warnings.catch_warnings[Any]:
-    """Silences torch's warnings about saving and loading without a process group."""
-    return warnings.catch_warnings(action="ignore")
-
-
-def _check_room(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    needed, free = sum(each.nbytes for each in tensors.values()), shutil.disk_usage(folder).free
-    if free < _ROOM * needed:
-        raise OSError(f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir()) if path.name != ABOUT and path.is_file()}
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while part := file.read(1 << 24):
-            value = zlib.crc32(part, value)
-    return value

@@ -28,6 +28,11 @@ MOST_SEEDS = 1000
 _NEED_A_FOLDER = ("resume", "save_every", "profile", "numerics_every", "tensorboard")
 _SINGLE_RUN = ("folder", "export", "tensorboard", "numerics_every", "profile", "resume")
 
+_NOT_OVER_RANKS = {
+    "cuda_graph": "FSDP2 frees and gathers weights, whose addresses a captured graph would keep",
+    "numerics_every": "samples read whole weights and gradients, and ranks have shards",
+}
+
 
 def _from(least: float, most: float = math.inf) -> Callable[[Any], bool]:
     """Whether a value is finite, `least` or more, and `most` or less."""
@@ -61,6 +66,8 @@ _VALUES: tuple[tuple[str, str, Callable[[Any], bool], str, float], ...] = (
     ("", "eval_every eval_batches save_every profile numerics_every", _from(0, MOST),
      "it is a count below 2**31, and 0 means never", 0),
     ("", "keep", _from(1), "the last checkpoint is always kept", 1),
+    ("ranks", "experts", _from(1), "it is a number of ranks", 1),
+    ("ranks", "timeout", _between(0, 1e6), "it is a time in seconds", 600.0),
     ("data", "sequence", _from(2), "a piece predicts at least one symbol", 2),
     ("data", "held_out", _between(0, 1), "it is the share of the files for validation, between 0 and 1", 0.1),
 )  # fmt: skip
@@ -82,6 +89,7 @@ def check(config: RunConfig) -> None:
         check_name(config.recipe.weights, FORMAT_NAMES, "format")
     check_source(config.data.source)
     _check_run(config)
+    check_ranks(config, int(env.of_others("WORLD_SIZE") or 1))
     for written in (config.folder, config.export, config.data.cache or env.cache_folder("corpora")):
         if written is not None:
             check_apart(config, written)
@@ -148,6 +156,26 @@ def _check_run(config: RunConfig) -> None:
     backend, fix = option("attention", config.attention), f"pass {option('attention', 'auto')}, or flash"
     rule = "torch classifies cuDNN's attention as nondeterministic"
     refuse_if(config.deterministic and config.attention == "cudnn", f"deterministic with {backend}", rule, fix)
+
+
+def check_ranks(config: RunConfig, size: int) -> None:
+    """Raise if a run cannot be divided among so many ranks."""
+    experts, model, ranks = config.ranks.experts, config.model.experts, option("ranks.experts", config.ranks.experts)
+    rule = "experts are divided among ranks that torchrun started"
+    refuse_if(experts > 1 and size == 1, f"{ranks} in one process", rule, "start it with torchrun, or leave it out")
+    if size == 1:
+        return
+    what, rule = f"{option('batch', config.batch)} on {size} ranks", "ranks share the sequences of a microbatch evenly"
+    refuse_if(config.batch % size, what, rule, f"pass {option('batch', -(-config.batch // size) * size)}")
+    what, rule = f"{ranks} of a model without experts", "experts are divided"
+    refuse_if(experts > 1 and model is None, what, rule, f"leave {option('ranks.experts')} out")
+    groups = size // experts
+    rule = "the ranks that divide experts divide all ranks, and the others divide the rows of each expert evenly"
+    uneven = size % experts or (model is not None and (config.model.dim % groups or model.hidden % groups))
+    refuse_if(experts > 1 and uneven, f"{ranks} on {size} ranks", rule, f"pass {option('ranks.experts', size)}")
+    for name, rule in _NOT_OVER_RANKS.items():
+        what = f"{option(name, getattr(config, name))} on {size} ranks"
+        refuse_if(getattr(config, name), what, rule, f"leave {option(name)} out, or run it in one process")
 
 
 def check_seeds(first: int, count: int = 1) -> None:

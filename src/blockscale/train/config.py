@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..models.config import ModelConfig, Recompute
+from ..models.config import ModelConfig, RanksConfig, Recompute
 
 Dtype = Literal["float32", "bfloat16"]
 Compile = Literal["none", "blocks"]
@@ -90,10 +90,11 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     steps: int = 100
     """Optimizer steps."""
     batch: int = 4
-    """Sequences of a microbatch."""
+    """Sequences of a microbatch, of all ranks together."""
     accumulate: int = 1
     """Microbatches of a step."""
     seed: int = 0

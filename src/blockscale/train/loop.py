@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import deterministic
 
 from .. import env
+from ..distributed.world import World, join
 from ..errors import option, refuse
+from ..hardware import default_device, named_device
 from ..models import export
 from ..nn.convert import FilterFn
 from . import faults
 from .breakdown import breakdown
-from .checks import check
-from .config import RunConfig
+from .checks import check, check_ranks, refuse_if
+from .config import RunConfig, changes, to_dict
 from .files import folder_lock
 from .numerics import NumericsLog
 from .records import Hooks, Speed, StepRecord, TrainResult
@@ -58,8 +61,13 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
     try:
         with _closing(hooks):
             check(config)
-            with folder_lock(config.folder), _closing(_own_hooks(config)) as mine, as_configured(config):
-                run = Run(config, [*hooks, *mine], filter_fn)
+            kind = (default_device() if config.device is None else named_device(config.device)).type
+            with join(kind, config.ranks.timeout) as world, ExitStack() as stack:
+                _check_same_config(config, world)
+                world.from_first(lambda: stack.enter_context(folder_lock(config.folder)))
+                mine = stack.enter_context(_closing(_own_hooks(config)))
+                stack.enter_context(as_configured(config))
+                run = Run(config, [*hooks, *mine], filter_fn, world)
                 with _interruptible(run):
                     return _Loop(run).run_all()
     except (MemoryError, RuntimeError) as error:
@@ -70,6 +78,17 @@ def train(config: RunConfig, *, hooks: Sequence[Hooks] = (), filter_fn: FilterFn
         raise
     except OSError as error:
         raise faults.file_error(config, error) from error
+
+
+def _check_same_config(config: RunConfig, world: World) -> None:
+    """Raise on all ranks if their configs differ."""
+    if world.size == 1:
+        return
+    check_ranks(config, world.size)
+    configs = world.gather(to_dict(config))
+    for rank, other in enumerate(configs):
+        what = f"rank {rank} differs from rank 0: {'; '.join(changes(configs[0], other))}"
+        refuse_if(changes(configs[0], other), what, "all ranks run one config", "start all with the same options")
 
 
 def _own_hooks(config: RunConfig) -> list[Hooks]:
@@ -123,7 +142,7 @@ class _Loop:
         if config.start is not None and run.saved is None:  # the recipe on weights that it did not train
             self.evaluate()
         self.restart_clock()
-        while run.step < config.steps and not run.wants_stop:
+        while run.step < config.steps and not run.stops:
             before = run.step
             run.notify(lambda hook: hook.before_step(run))
             if config.profile and before == first + _SETTLED:
@@ -140,7 +159,7 @@ class _Loop:
         result = run.result("done" if is_done else "interrupted")
         if config.export is not None and result.stopped == "done":
             self.check_weights()
-            export(run.model, config.export)
+            self.export(config.export)
         run.notify(lambda hook: hook.on_end(run, result))
         return result
 
@@ -198,6 +217,15 @@ class _Loop:
         self.run.notify(lambda hook: hook.on_save(self.run, path))
         self.restart_clock()
 
+    def export(self, folder: Path) -> None:
+        """Write the weights as safetensors; over ranks the first one gathers them all."""
+        run, whole = self.run, self.run.model
+        if run.world.size > 1:
+            from ..models.sharding import whole_copy
+
+            whole = whole_copy(run.model, run.world)
+        run.world.from_first(lambda: whole and export(whole, folder) and None)
+
     def check_weights(self) -> None:
         """Raise if a weight is not finite, before weights are saved or exported."""
         if not self.run.is_finite:
@@ -213,7 +241,10 @@ class _Loop:
             for _ in range(min(steps, self.config.steps - run.step)):
                 run.advance()
 
-        breakdown(work, folder / f"trace-{run.step:08d}.json.gz")
+        if run.world.is_first:
+            breakdown(work, folder / f"trace-{run.step:08d}.json.gz")
+        else:
+            work()
         self.restart_clock()
 
     def restart_clock(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..models import Transformer
 from ..nn import GroupedLinear, Linear
@@ -129,7 +130,8 @@ def _allocate(parameters: Iterable[Tensor]) -> None:
 def _accumulate_in_wgrad(model: nn.Module) -> list[Tensor]:
     """Weights of quantized layers, each with `main_grad` set to its `.grad`, which wgrad accumulates into."""
     layers = [each for each in model.modules() if isinstance(each, Linear | GroupedLinear) and each.recipe.is_quantized]
-    weights = [each.weight for each in layers if each.weight.requires_grad]
+    # gradients of sharded weights are summed over ranks first
+    weights = [each.weight for each in layers if each.weight.requires_grad and not isinstance(each.weight, DTensor)]
     _allocate(weights)
     for weight in weights:
         weight.main_grad = weight.grad  # pyright: ignore[reportAttributeAccessIssue]

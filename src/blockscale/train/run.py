@@ -12,17 +12,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ..autograd import Recipe, attach, get_recipe, refresh_weights_
+from ..autograd.dtensor import local
 from ..autograd.recipe import PRODUCTS
 from ..autograd.weights import shared_weights
 from ..diagnostics.filters import load_filter
+from ..distributed.world import ALONE, World
 from ..errors import CheckpointError, NonFiniteError, option, refuse
 from ..hardware import default_device, gpu_name, named_device
+from ..models.non_finite import locate
 from ..models.transformer import Block, Transformer, flops_per_token
 from ..nn import advance_, quantize_, set_step_
 from ..nn.convert import FilterFn
@@ -33,7 +36,10 @@ from .config import RecipeConfig, RunConfig, changes, to_dict
 from .data import load
 from .micro import CapturedMicrobatch, Microbatch, compile_, forget_compiled
 from .records import Evaluation, Hooks, Speed, StepRecord, TrainResult
-from .schedule import make_optimizer, norm_and_scale, rate_at
+from .schedule import divisor, make_optimizer, norm_of, rate_at
+
+if TYPE_CHECKING:
+    from ..models.sharding import ShardReport
 
 
 class Run:
@@ -44,14 +50,21 @@ class Run:
     `wants_stop`: the run then saves and ends after the current step.
     """
 
-    def __init__(self, config: RunConfig, hooks: Sequence[Hooks] = (), filter_fn: FilterFn | None = None) -> None:
-        self.config, self.hooks = config, tuple(hooks)
+    def __init__(
+        self,
+        config: RunConfig,
+        hooks: Sequence[Hooks] = (),
+        filter_fn: FilterFn | None = None,
+        world: World = ALONE,
+    ) -> None:
+        self.config, self.hooks, self.world = config, tuple(hooks), world
         if config.compile != "none":
             forget_compiled()
         self.device = default_device() if config.device is None else named_device(config.device)
         self.recipe = recipe_of(config.recipe)
         if config.compile != "none" and config.recompute == "selective":
             self.recipe = self.recipe.recomputed()
+        world.from_first(lambda: load(config.data) and None)  # tokenized once
         self.symbols = load(config.data)
         check_fits(config, self.symbols.vocabulary, self.device)
         self.model = self._build()
@@ -59,26 +72,32 @@ class Run:
         if filter_fn is None and config.recipe.keep_file is not None:
             filter_fn = load_filter(config.recipe.keep_file, self.model, self.recipe)
         self.report = quantize_(self.model, self.recipe, filter_fn, keep_first=first, keep_last=last, seed=config.seed)
+        self.sharding: ShardReport | None = None
+        if world.size > 1:
+            from ..models.sharding import shard_
+
+            self.sharding = shard_(self.model, config.ranks, world, self.recipe)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         kind = CapturedMicrobatch if config.cuda_graph else Microbatch
         self.microbatch = kind(self.model, config.accumulate)
         self.parameters = sum(each.numel() for each in self.model.parameters())
         self.flops_per_token = flops_per_token(config.model, config.data.sequence)
         machine = machine_of(gpu_name(self.device))
-        self.peak_rate = nominal(machine).bf16 if machine else None
+        self.peak_rate = nominal(machine).bf16 * world.size if machine else None
 
         self.step = 0
         self.history: list[StepRecord] = []
         self.evaluations: list[Evaluation] = []
         self.speeds: list[Speed] = []
-        self.wants_stop = False
+        self.wants_stop = self._stop_agreed = False
         self.saved: Path | None = None
         self.broke_at: StepRecord | None = None
         self.changed: list[str] = []
         # 1 after a loss or gradient that is not finite: AdamW then skips its updates
         self.broken = torch.zeros((), device=self.device)
-        self._unread: list[tuple[int, float, Tensor, Tensor]] = []
+        self._unread: list[tuple[int, float, Tensor, Tensor, Tensor | None]] = []
         self._resume()
+        self.tick(self.step, 0)
         set_step_(self.model, self.step)
         if shared_weights(self.model):
             attach(self.optimizer, self.model)
@@ -118,11 +137,15 @@ class Run:
             refresh_weights_(model)
         for micro in range(config.accumulate):
             self.microbatch(self.pieces(self.step, micro))
-            advance_(model)
+            self.tick(self.step, micro + 1)
         self.notify(lambda hook: hook.after_backward(self))
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        norm, self.optimizer.grad_scale = norm_and_scale(gradients, config.optimizer.clip)  # pyright: ignore[reportAttributeAccessIssue]
-        loss = self.microbatch.loss.clone()
+        norm = norm_of([local(each.grad) for each in model.parameters() if each.grad is not None])
+        loss, stops = self.microbatch.loss.clone(), None
+        if self.world.size > 1:  # no parameter is replicated: squares of shards add up
+            squares, loss, stops = norm.square(), loss / self.world.size, torch.full_like(loss, float(self.wants_stop))
+            self.world.sum_(squares, loss, stops)
+            norm = squares.sqrt()
+        self.optimizer.grad_scale = divisor(norm, config.optimizer.clip)  # pyright: ignore[reportAttributeAccessIssue]
         self.broken.copy_(torch.maximum(self.broken, (~(loss.isfinite() & norm.isfinite())).float()))
         rate = rate_at(self.step, config.steps, config.optimizer)
         for group in self.optimizer.param_groups:
@@ -132,27 +155,39 @@ class Run:
         self._balance()
         self.microbatch.clear()
         self.step += 1
-        self._unread.append((self.step, rate, loss, norm))
+        self._unread.append((self.step, rate, loss, norm, stops))
+
+    def tick(self, step: int, micro: int) -> None:
+        """Set the tick of stochastic rounding, as in one process in which each rank's share is a microbatch."""
+        micros = step * self.config.accumulate + micro
+        advance_(self.model, None if self.world.size == 1 and micro else micros * self.world.size + self.world.rank)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends after the current step. Ranks agree on it when they read losses."""
+        return self.wants_stop if self.world.size == 1 else self._stop_agreed
 
     def pieces(self, step: int, micro: int) -> Tensor:
-        """Sequences of a training microbatch, copied asynchronously to the device."""
+        """This rank's sequences of a training microbatch, copied asynchronously to the device."""
         config = self.config
         return self._to_device(
             self.symbols.batch(config.seed, step, micro, config.batch, config.accumulate, config.data.sequence)
         )
 
     def held_out(self, place: int) -> Tensor:
-        """Sequences of an evaluation batch, copied asynchronously to the device."""
+        """This rank's sequences of an evaluation batch, copied asynchronously to the device."""
         config = self.config
         return self._to_device(self.symbols.validation(place, config.eval_batches, config.batch, config.data.sequence))
 
     def _to_device(self, batch: Tensor) -> Tensor:
+        batch = self.world.share(batch)
         if self.device.type != "cuda":
             return batch.to(self.device)
         return batch.pin_memory().to(self.device, non_blocking=True)
 
     def _balance(self) -> None:
         experts = self.config.model.experts
+        self.world.sum_(*(moe.load for moe in self.model.mixtures() if moe.load is not None))
         for moe in self.model.mixtures():
             assert experts is not None
             assert moe.balance is not None
@@ -165,10 +200,11 @@ class Run:
         device. A step with a loss or gradient that is not finite becomes `broke_at`; it and later steps are dropped."""
         if not self._unread:
             return []
-        steps, rates, losses, norms = zip(*self._unread, strict=True)
+        steps, rates, *values = zip(*self._unread, strict=True)
         self._unread.clear()
-        values = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
-        records = [StepRecord(*each) for each in zip(steps, *values, rates, strict=True)]
+        losses, norms, *stops = torch.stack([torch.stack(each) for each in values if each[0] is not None]).tolist()
+        self._stop_agreed |= any(map(any, stops))
+        records = [StepRecord(*each) for each in zip(steps, losses, norms, rates, strict=True)]
         for place, record in enumerate(records):
             if not (math.isfinite(record.loss) and math.isfinite(record.norm)):
                 self.broke_at, records = record, records[:place]
@@ -182,18 +218,19 @@ class Run:
         set_step_(self.model, step)
         refresh_weights_(self.model)
         batches = [self.pieces(step, micro) for micro in range(config.accumulate)]
-        advance_(self.model, tick=step * config.accumulate)
+        self.tick(step, 0)
         what = f"loss {record.loss:.4f}, norm of the gradient {record.norm}"
-        return faults.not_finite(record.step, what, faults.locate(self.model, batches), config)
+        return faults.not_finite(record.step, what, locate(self.model, batches, self.world), config)
 
     @property
     def is_finite(self) -> bool:
         """Whether all weights are finite. Includes the last update, which no loss covers. Synchronizes."""
-        return bool(torch.stack([each.detach().isfinite().all() for each in self.model.parameters()]).all())
+        mine = torch.stack([local(each).detach().isfinite().all() for each in self.model.parameters()]).all()
+        return all(self.world.gather(bool(mine)))
 
     def non_finite_update_error(self, what: str) -> NonFiniteError:
         """Error that locates the fault after an update that made weights or the evaluation not finite."""
-        place = faults.locate(self.model, [self.held_out(place) for place in range(self.config.eval_batches)])
+        place = locate(self.model, [self.held_out(place) for place in range(self.config.eval_batches)], self.world)
         return faults.not_finite(self.step, what, place, self.config, is_updated=True)
 
     @torch.no_grad()
@@ -202,7 +239,8 @@ class Run:
         config, total = self.config, torch.zeros((), device=self.device)
         for place in range(config.eval_batches):
             total += self.model.loss(self.held_out(place))
-        loss = float(total) / max(1, config.eval_batches)
+        self.world.sum_(total)
+        loss = float(total) / max(1, config.eval_batches * self.world.size)
         found = Evaluation(self.step, loss, loss / math.log(2) / max(1e-9, self.symbols.bytes_per_symbol))
         self.evaluations.append(found)
         return found
@@ -226,17 +264,19 @@ class Run:
             "tensors": sorted(tensors),
             "history": [astuple(each) for each in self.history],
             "evaluations": [astuple(each) for each in self.evaluations],
+            "ranks": self.world.size,
         }
-        self.saved = checkpoint.save(config.folder, self.step, tensors, about, config.keep)
+        self.saved = checkpoint.save(config.folder, self.step, tensors, about, config.keep, self.world)
         return self.saved
 
     def _resume(self) -> None:
         """Load the last checkpoint of the folder if `resume` is set, or another run's checkpoint (`start`)."""
-        self.saved = checkpoint.checkpoint_to_resume(self.config.folder, resume=self.config.resume)
+        folder, resume = self.config.folder, self.config.resume
+        self.saved = self.world.from_first(lambda: checkpoint.checkpoint_to_resume(folder, resume=resume))
         found = self.saved or self.config.start
         if found is None:
             return
-        about = checkpoint.load(found, checkpoint.tensors_of(self.model, self.optimizer), self.config)
+        about = checkpoint.load(found, checkpoint.tensors_of(self.model, self.optimizer), self.config, self.world)
         if about["data_hash"] != self.symbols.hash:
             what = f"{found} was trained on text {about['data_hash']}, this is {self.symbols.hash}"
             rule, fix = "a run resumes with the same text", "name the same data source and tokenizer, or another folder"
@@ -246,9 +286,10 @@ class Run:
             fix = f"pass {option('steps', about['step'] + 1)} or more, or an earlier checkpoint"
             refuse(f"{found} for a run of {self.config.steps} steps", rule, fix, error=CheckpointError)
         self.step, self.changed = about["step"], changes(about["config"], to_dict(self.config))
+        if (before := about.get("ranks", 1)) != self.world.size:
+            self.changed.append(f"ranks {before} -> {self.world.size}")
         self.history = [StepRecord(*each) for each in about["history"]]
         self.evaluations = [Evaluation(*each) for each in about["evaluations"]]
-        advance_(self.model, tick=self.step * self.config.accumulate)
 
     def result(self, stopped: Literal["done", "interrupted"]) -> TrainResult:
         """Result of the run so far."""

@@ -42,12 +42,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 
 
 @torch.no_grad()
-def norm_and_scale(gradients: list[torch.Tensor], limit: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Norm of all gradients, and the divisor that clips them to a norm of at most `limit` (None if 0); fp32 scalars.
-
-    AdamW divides by its `grad_scale` as it reads, so clipping needs no extra pass and no rounding in bf16. Nothing is
-    read back; the divisor is 1 if the norm is below the limit.
-    """
+def norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Norm of all gradients, an fp32 scalar; nothing is read back."""
     norms = torch._foreach_norm(gradients, 2, torch.float32)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    return norm, ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def divisor(norm: torch.Tensor, limit: float) -> torch.Tensor | None:
+    """Divisor that clips gradients to a norm of at most `limit` (None if 0), 1 if the norm is below it; fp32 scalar.
+
+    AdamW divides by its `grad_scale` as it reads, so clipping needs no extra pass and no rounding in bf16.
+    """
+    return ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None

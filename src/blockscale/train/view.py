@@ -36,6 +36,8 @@ class View(Hooks):
         converted = len(run.report.converted)
         share = f"{converted} layers with {run.flop_share:.1%} of the linear FLOPs in low precision"
         self.console.print(share if converted and run.recipe.is_quantized else "all layers in bf16", highlight=False)
+        if run.sharding is not None:
+            self.console.print(str(run.sharding), highlight=False)
         if run.step:
             self.console.print(f"resuming from step {run.step}", highlight=False)
         if run.changed:
