@@ -20,10 +20,12 @@ from torch.utils import _pytree as pytree
 
 import blockscale as bs
 from blockscale.distributed import gather_low_
-from support.fully_sharded import adamw, batch, build, shard, train
+from support.fully_sharded import THOROUGH, adamw, batch, build, shard, train
 
 RANKS = 4
 WORLDS = (1, 2, 4)
+# ranks that save, ranks that load
+USUAL = frozenset({(1, 2), (2, 1), (2, 4), (4, 2)})
 
 
 class World:
@@ -95,8 +97,10 @@ def other_world_sizes(name: str, hidden: int) -> dict[str, bool]:
         dist.barrier()
     for source, folder in zip(WORLDS, folders[0], strict=True):
         for ranks in WORLDS:
+            if (source, ranks) == (1, 1) or (not THOROUGH and (source, ranks) not in USUAL):
+                continue
             world = World(ranks, name, hidden, seed=0)
-            if world.is_here and (source, ranks) != (1, 1):
+            if world.is_here:
                 before = world.bits()
                 world.load(folder)
                 after, known = world.bits(), saved.get(source)

@@ -133,15 +133,15 @@ def against_plain_fsdp(
     **options: Any,
 ) -> dict[str, Any]:
     """FSDP2 that gathers the weights themselves, on the same ranks: collectives add in the same order.  backend: that
-    compiles the blocks of both."""
+    compiles the first block of both."""
     names = ("replicate", "shard")[-len(mesh_shape or (0,)) :]
     mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),), mesh_dim_names=names)
     models = [build(gated=gated, name=name, hidden=hidden) for _ in range(2)]
     formats = gather_low_(models[1]).formats
     optimizers = []
     for model in models:
-        for block in model if backend else ():
-            block.compile(backend=backend)
+        if backend:
+            model[0].compile(backend=backend)
         shard(model, mesh=mesh, **options)
         optimizers.append(adamw(model))
     found = {"grads": 0.0, "formats": len(formats)}
