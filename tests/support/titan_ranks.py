@@ -339,7 +339,7 @@ def four() -> dict[str, Any]:
     run = Run(LLAMA, *SHARDED, *shards, *FP32, *TENSOR, BATCH, "1", edit=edit)
     found["fsdp x tp"] = run.against(LLAMA) | {"report": reports(run)}
     found["fsdp x ep"] = Run(MOE, *line, *ONE_STEP, *FP32, edit=small_with()).against("four")
-    theirs, ours = (Run(MOE, *line, edit=small_with(**each)) for each in ({}, low))
+    theirs, ours = (Run(MOE, *line, *ONE_STEP, edit=small_with(**each)) for each in ({}, low))
     found["fsdp x ep low"] = ours.like(theirs) | {"report": reports(ours)}
     try:
         Run(LLAMA, *SHARDED, "--parallelism.tensor-parallel-degree", "4")
