@@ -67,7 +67,7 @@ def assert_like_one_process(run: dict[str, Any], bound: float) -> None:
 
 
 def assert_same_run(run: dict[str, Any]) -> None:
-    assert run["losses"] == [0.0, 0.0]
+    assert set(run["losses"]) == {0.0}
     assert run["grads"]["others"] == 0.0
     assert run["missing"] == []
     assert run["state"]
@@ -106,11 +106,11 @@ def test_nvfp4_and_tensor_parallel_are_refused(found: Found):
 
 
 def test_full_dtensor_has_the_gradients_of_one_process(found: Found):
-    """Its logged loss is another, in bf16 too."""
-    run, low, plain = found("full_dtensor"), found("logged"), found("logged in bf16")
+    """torchtitan logs its loss times the number of ranks there."""
+    run = found("full_dtensor")
     assert run["grads"]["others"] < ORDER
     assert run["missing"] == []
-    assert low == pytest.approx(plain, rel=2e-3)
+    assert run["losses"] == pytest.approx([1.0], abs=ORDER)
 
 
 def test_adapters_are_added_to_converted_layers(found: Found):

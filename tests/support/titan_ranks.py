@@ -260,6 +260,11 @@ def two() -> dict[str, Any]:
     found["tp"] = Run(LLAMA, *line, *TENSOR, BATCH, "2").against(LLAMA)
     found["ep"] = Run(MOE, *line, *EXPERTS, BATCH, "1", edit=small_with()).against(MOE)
     found["tp x ep"] = Run(MOE, *line, *TENSOR, *EXPERTS, BATCH, "2", edit=small_with()).against(MOE)
+    edit = own_kind(recipe="nvfp4", keep_first=0, keep_last=0)
+    try:
+        Run(LLAMA, *SHARDED, *TENSOR, BATCH, "1", edit=edit)
+    except ValueError as error:
+        found["nvfp4"] = f"{type(error).__name__}: {error}"
     found["pp"], found["cp"] = pipeline(*line), context(*line)
     return found | gathers() | dispatchers()
 
@@ -306,7 +311,8 @@ def dispatchers() -> dict[str, Any]:
     line, found = (*SHARDED, *EXPERTS, BATCH, "1"), {}
     theirs = Run(MOE, *line, edit=small_with())
     for name, dispatch in {"bf16": "bf16", "low": "low", "fixed": fixed_capacity}.items():
-        ours = Run(MOE, *line, edit=small_with(dispatch=dispatch))
+        steps = ONE_STEP if callable(dispatch) else ()
+        ours = Run(MOE, *line, *steps, edit=small_with(dispatch=dispatch))
         wire = [each.wire["all_to_all_single"] for each in (ours, theirs)]
         found[f"dispatch {name}"] = ours.like(theirs) | {"wire": wire, "kinds": ours.kinds}
     return found
@@ -318,17 +324,10 @@ def fixed_capacity(mesh: Any) -> Any:
     return FixedCapacity(2 * 128, "low")
 
 
-FULL = ("--parallelism.spmd-backend", "full_dtensor", *ONE_STEP, *FP32, BATCH, "1")
-
-
 def full() -> dict[str, Any]:
     """torchtitan's full_dtensor on two ranks: a process can have one such run."""
-    run = Run(LLAMA, *FULL)
-    return {"full_dtensor": run.against(LLAMA), "logged": run.losses}
-
-
-def full_bf16() -> dict[str, Any]:
-    return {"logged in bf16": Run("llama3_debug_bf16", *FULL).losses}
+    run = Run(LLAMA, "--parallelism.spmd-backend", "full_dtensor", *ONE_STEP, *FP32, BATCH, "1")
+    return {"full_dtensor": run.against(LLAMA)}
 
 
 def four() -> dict[str, Any]:
@@ -340,17 +339,12 @@ def four() -> dict[str, Any]:
     run = Run(LLAMA, *SHARDED, *shards, *FP32, *TENSOR, BATCH, "1", edit=edit)
     found["fsdp x tp"] = run.against(LLAMA) | {"report": reports(run)}
     found["fsdp x ep"] = Run(MOE, *line, *ONE_STEP, *FP32, edit=small_with()).against("four")
-    theirs, ours = (Run(MOE, *line, edit=small_with(**each)) for each in ({}, low))
+    theirs, ours = (Run(MOE, *line, *ONE_STEP, edit=small_with(**each)) for each in ({}, low))
     found["fsdp x ep low"] = ours.like(theirs) | {"report": reports(ours)}
     try:
         Run(LLAMA, *SHARDED, "--parallelism.tensor-parallel-degree", "4")
     except ValueError as error:
         found["pieces"] = f"{type(error).__name__}: {error}"
-    edit = own_kind(recipe="nvfp4", keep_first=0, keep_last=0)
-    try:
-        Run(LLAMA, *SHARDED, *TENSOR, BATCH, "1", edit=edit)
-    except ValueError as error:
-        found["nvfp4"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -406,7 +400,7 @@ def parallelized(ranks: int, given: list[str]) -> dict[str, Any]:
     return {"line": given, "ranks": ranks, "axes": axes, "report": report, "kinds": kinds}
 
 
-RANKS = {"one": 1, "two": 2, "full": 2, "full_bf16": 2, "four": 4, "lines": 1}
+RANKS = {"one": 1, "two": 2, "full": 2, "four": 4, "lines": 1}
 
 
 def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
