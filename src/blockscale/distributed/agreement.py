@@ -39,7 +39,7 @@ def check_same_call(ranks: Ranks, device: torch.device, *call: object) -> None:
 
 
 def _compare(ranks: Ranks, mine: str) -> None:
-    group = dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+    group = dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
     store, number = group.get_group_store(), next(_calls.setdefault(group, itertools.count()))
     keys = [f"blockscale/call/{number}/{rank}" for rank in range(ranks.size)]
     store.set(keys[ranks.rank], mine)
@@ -60,9 +60,10 @@ def _compare(ranks: Ranks, mine: str) -> None:
 def _wait(group: dist.ProcessGroup, keys: list[str], mine: str) -> None:
     """Wait until all ranks have told their call, one has told an error, or the timeout has passed."""
     store, start, pause = group.get_group_store(), time.monotonic(), 1e-4
+    longest: float = store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
     while not store.check(keys):
         failed = first_failure(group)
-        if failed is not None or time.monotonic() - start > store.timeout.total_seconds():
+        if failed is not None or time.monotonic() - start > longest:
             silent = [str(dist.get_global_rank(group, rank)) for rank, key in enumerate(keys) if not store.check([key])]
             what = failed or f"no word from rank {', '.join(silent)}, which was killed, hangs or makes other calls"
             rule = "all ranks of a group make the same calls, each within the timeout of the group"
