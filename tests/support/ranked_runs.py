@@ -79,7 +79,6 @@ def trained(config: RunConfig, save: Path | None = None) -> dict[str, Any]:
 
 CASES: dict[str, RunConfig] = {
     "fp8_blockwise": dense(),
-    "accumulate": dense(accumulate=2),
     "mxfp8": dense("mxfp8", weight_cast="forward"),
     "high": dense(weight_cast="forward", ranks=RanksConfig(gather="high")),
     "nvfp4": dense("nvfp4", batch=2, data=DataConfig(sequence=32)),

@@ -81,6 +81,23 @@ def test_two_ranks(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.sweep
+def test_the_program_under_torchrun(tmp_path: Path):
+    """One rank writes metrics, prints and saves; the other shares the steps."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(900)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    options = f"--device cpu --layers 1 --steps 2 --log-every 1 --eval-batches 1 --folder {tmp_path / 'run'}"
+    data = f"--source {tmp_path / 'text.txt'} --data.cache {tmp_path / 'cache'}"
+    words = [*torchrun, "blockscale", "train", "tiny", *options.split(), *data.split()]
+    done = subprocess.run(words, env=environment(), check=False, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done at step 2") == 1
+    assert "2 ranks share every step, by FSDP2" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "step", "step", "evaluation", "checkpoint", "end"]
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_four_ranks(tmp_path: Path):
     """Experts divided among pairs of ranks: the losses of one process, and a checkpoint that two ranks resume."""
     program = [sys.executable, "-m", "support.ranked_runs", str(tmp_path), "four"]
@@ -99,7 +116,7 @@ def check_steps(folder: Path, found: dict[str, Any]) -> None:
     first, second, alone = found["ranks"][0]["value"], found["ranks"][1]["value"], found["alone"][0]["value"]
     assert first == second, "losses, norms and evaluations are those of all ranks"
     cases = [name for name in alone if name not in ("saved", "experts")]
-    assert len(cases) >= 8
+    assert len(cases) >= 7
     for name in cases:
         assert first[name]["losses"] == alone[name]["losses"], name
         assert apart(first[name]["norms"], alone[name]["norms"]) < 1e-6, name
@@ -126,7 +143,8 @@ def check_experts(found: dict[str, Any]) -> None:
         assert f"tokens travel as {payload}" in ranks[f"experts {payload}"]["sharding"]
         assert ranks[f"experts {payload}"]["losses"][0] == alone["losses"][0]
         assert apart(ranks[f"experts {payload}"]["losses"], alone["losses"]) < 1e-4
-        # gradients in bf16 are rounded on each rank; those of experts divided by too little would be 1.4 times as large
+        # bf16 gradients are rounded on each rank: 2.4e-4; gradients of experts that are not divided move it by 3.7e-3
+        assert apart(ranks[f"experts {payload}"]["norms"][:1], alone["norms"][:1]) < 5e-4
         assert apart(ranks[f"experts {payload}"]["norms"], alone["norms"]) < 2e-3
 
 
