@@ -23,6 +23,7 @@ if not dist.is_available():
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from support.ranks import start_ranks
 from support.sharded import RANKS, run, spec
 
 WHOLE = "R"
@@ -318,11 +319,11 @@ def test_a_build_without_distributed_still_imports():
 @pytest.mark.slow
 def test_shards_have_the_unsharded_bytes(tmp_path):
     """Two real ranks; see tests/support/sharded.py."""
-    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
+    start_ranks(run, (str(tmp_path),), RANKS)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     for result in results:
         wrong = {label: error for label, error in result.items() if isinstance(error, str)}
         assert not wrong, f"{len(wrong)} of {len(result)} wrong, first: {next(iter(wrong.items()))}"
-    assert results[0] == results[1]  # the same shardings on both ranks
-    assert len(results[0]) > 450
-    assert sum(pieces > 0 for pieces in results[0].values()) > 250
+    found = results[0] | results[1]  # each rank has its own cases
+    assert len(found) == sum(map(len, results)) > 450
+    assert sum(pieces > 0 for pieces in found.values()) > 250

@@ -1,7 +1,8 @@
 """Every way a call can fail, one class per kind, and the checks that are shared by several subpackages.
 
 A message always has three parts: what was wrong (with the value), the rule it breaks, and what to do instead.
-User mistakes are `ValueError`s, missing features are `NotImplementedError`s; `assert` is for our own invariants.
+User mistakes are `ValueError`s, missing features are `NotImplementedError`s, a failure of another rank is a
+`RuntimeError`; `assert` is for our own invariants.
 """
 
 from __future__ import annotations

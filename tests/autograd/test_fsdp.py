@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from support.fully_sharded import BLOCKS, RANKS, run
+from support.ranks import start_ranks
 
 WEIGHTS = 2 * BLOCKS
 Results = dict[str, Any]
@@ -22,7 +22,7 @@ Results = dict[str, Any]
 @pytest.mark.slow
 def test_two_ranks_and_one_process(tmp_path: Path):
     """One test, since every worker that had a part of it would start ranks of its own; see support/fully_sharded.py."""
-    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
+    start_ranks(run, (str(tmp_path),), RANKS)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS))
     wrong = {label: found for label, found in first.items() if isinstance(found, str) and "Traceback" in found}
     assert not wrong, f"{len(wrong)} of {len(first)} failed, first: {next(iter(wrong.items()))}"

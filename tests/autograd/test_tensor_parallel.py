@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
+from support.ranks import start_ranks
 from support.tensor_parallel import LOW, PLANS, RANKS, THOROUGH, run
 
 Results = dict[str, Any]
@@ -58,7 +58,7 @@ ALLOWED = (
 @pytest.mark.slow
 def test_two_ranks_compute_their_own_shards(tmp_path: Path):
     """One test, since every worker that had a part of it would start ranks of its own."""
-    torch.multiprocessing.spawn(run, (str(tmp_path),), nprocs=RANKS)
+    start_ranks(run, (str(tmp_path),), RANKS)
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         wrong = {label: each for label, each in found.items() if isinstance(each, str) and "Traceback" in each}

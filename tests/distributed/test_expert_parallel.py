@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from support.expert_parallel import run
+from support.ranks import start_ranks
 
 Results = dict[str, Any]
 
@@ -50,9 +52,9 @@ SAID = {
 }
 
 
-def results_of(ranks: int, folder: Path) -> Results:
+def results_of(ranks: int, folder: Path, start: Callable[..., Any] = start_ranks) -> Results:
     """What all ranks found, the same; their errors are shown."""
-    torch.multiprocessing.spawn(run, (ranks, str(folder), ()), nprocs=ranks)
+    start(run, (ranks, str(folder), ()), ranks)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     for each in found:
         wrong = {label: text for label, text in each.items() if isinstance(text, str) and "Traceback" in text}
@@ -120,7 +122,8 @@ def test_four_processes_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """`FixedCapacity` over symmetric memory, which all ranks have on one GPU; gloo alone starts them."""
     monkeypatch.setenv("EXPERTS_ON", "cuda")
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    results = results_of(4, tmp_path)
+    # new processes: CUDA, and the environment that was set here
+    results = results_of(4, tmp_path, torch.multiprocessing.spawn)
     assert len(results) == 8
     for label, found in results.items():
         weights = {name: value for name, value in found.items() if name in ("gate_up.weight", "down.weight")}

@@ -27,6 +27,8 @@ SAID = {
     "recipes": f"{DIFFER}column_parallel .* mxfp8 ",
     "gradients": f"{DIFFER}column_parallel .* True False False",
     "swiglu": rf"{DIFFER}swiglu_parallel \(256, 64\)",
+    "activation": rf"{DIFFER}gather_activation \(256, 64\)",
+    "cut experts": rf"{DIFFER}experts cut along their hidden units \(5, 64\)",
     "layers": f"{DIFFER}experts of several ranks 2",
 }
 OWN, SILENT = "rank 1 failed: ValueError: of rank 1 alone", "no word from rank 1"

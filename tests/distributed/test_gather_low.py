@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from support.gathered import run
+from support.ranks import start_ranks
 
 Results = dict[str, Any]
 
 
 def results_of(ranks: int, folder: Path) -> Results:
     """What the first rank found; all ranks ran, and their errors are shown."""
-    torch.multiprocessing.spawn(run, (ranks, str(folder), ()), nprocs=ranks)
+    start_ranks(run, (ranks, str(folder), ()), ranks)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     for each in found:
         wrong = {label: text for label, text in each.items() if isinstance(text, str) and "Traceback" in text}

@@ -25,6 +25,7 @@ from blockscale.formats import FORMATS, get_format
 from blockscale.roofline import ep_transfers, fsdp_transfers, tp_transfers
 from support.markdown import Page, Row, parse
 from support.page_of_ranks import RANKS, run
+from support.ranks import start_ranks
 
 Facts = dict[str, Any]
 RowCheck = Callable[[Row, Facts], bool]
@@ -34,7 +35,9 @@ PAGE, README = parse(SOURCE), (ROOT / "README.md").read_text()
 FSDP, TP, EP = "FSDP2 that gathers codes", "Tensor and sequence parallel", "Expert parallel"
 # its table is compared with the command that made it, in tests/cli/test_roofline_ranks.py
 MODELLED = "Eight GPUs, modelled"
+CUT, FAULTS = "Experts cut along their hidden units", "Faults"
 EXPERTS, FEATURES = 6, 256  # of the mixture that is counted
+TOKENS, SLOTS = 48, 2  # of a rank, for experts that are cut
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -180,6 +183,57 @@ def all_to_all(row: Row, facts: Facts) -> bool:
     return counted and row.cells[1:] == said
 
 
+def bits_of_tokens(count: int) -> float:
+    return 8 * count / (TOKENS * FEATURES)
+
+
+def tokens_of_cut_experts(which: int) -> RowCheck:
+    """Tokens, or gradients of results, that are gathered; results that are summed have those of all ranks."""
+
+    def check(row: Row, facts: Facts) -> bool:
+        plain, low = (facts[f"cut {payload}"]["sent"][which] for payload in ("bf16", "low"))
+        ranks = 2 if "reduce_scatter" in plain[0] else 1
+        coded = "the same" if low == plain else f"codes and scales: {low[2] / plain[2]:.3f} of bf16"
+        return row.cells[1:] == (f"{bits_of_tokens(plain[2]) / ranks:.0f} bits", coded)
+
+    return check
+
+
+def slots_of_cut_experts(row: Row, facts: Facts) -> bool:
+    sent = [facts[f"cut {payload}"]["sent"][0] for payload in ("bf16", "low")]
+    return sent[0] == sent[1] and row.cells[1:] == (f"{sent[0][2] // (TOKENS * SLOTS)} bytes a slot", "the same")
+
+
+def gradients_of_cut_experts(row: Row, facts: Facts) -> bool:
+    sent = [sorted(facts[f"cut {payload}"]["sent"][4:]) for payload in ("bf16", "low")]
+    by_dtype = {dtypes[0]: count // 2 for _, dtypes, count in sent[0]}
+    tokens, slots = bits_of_tokens(by_dtype["bfloat16"]), by_dtype["float32"] // (TOKENS * SLOTS)
+    said = f"{tokens:.0f} bits, and {slots} bytes a slot", "the same"
+    return len(sent[0]) == 2 and sent[0] == sent[1] and row.cells[1:] == said
+
+
+def share_of_cut_experts(row: Row, facts: Facts) -> bool:
+    shares: list[str] = []
+    for payload in ("bf16", "low"):
+        sent = facts[f"cut {payload}"]["sent"]
+        shares.append(f"{bits_of_tokens(sent[1][2] + sent[3][2]) / 32:.2f}")
+    return row.cells[1:] == tuple(shares)
+
+
+def weight_gradients_of_cut_experts(row: Row, facts: Facts) -> bool:
+    plain, low = (facts[f"cut {payload}"] for payload in ("bf16", "low"))
+    bound = re.search(r"within (\S+) unless", row.cells[2])
+    assert bound is not None, "the bound is read from this sentence"
+    exact = plain["off"] == 0 and all([*plain["bits"].values(), *low["bits"].values()])
+    tested = held("distributed/test_tensor_parallel.py", f'({bound[1]} if "low" in label else 0.0)')
+    return exact and tested and low["off"] <= float(bound[1]) and row.cells[1] == "the same bits"
+
+
+def by_fault(others: str, file: str, *names: str) -> RowCheck:
+    """What the others see.  names: of the cases of a test that runs the fault, or of its assertions."""
+    return lambda row, facts: row.cells[1] == others and held(file, *names)
+
+
 def dispatcher(first: str, second: str, *names: str) -> RowCheck:
     """A dispatcher that other tests run.  names: of their cases."""
     return lambda row, facts: row.cells[1:] == (first, second) and held("support/expert_parallel.py", *names)
@@ -213,10 +267,27 @@ ROWS: dict[tuple[str, str], RowCheck] = {
         two="distributed/test_expert_parallel.py test_two_ranks",
         four="distributed/test_expert_parallel.py test_four_ranks",
     ),
-    ("Several GPUs", "expert parallel in torchtitan"): by_tests(
-        "torchtitan's, tokens in bf16 (torchtitan)",
-        two="integrations/test_torchtitan.py test_more_ranks_train_like_their_twin",
-        four="integrations/test_torchtitan.py ranks=4",
+    (
+        "Several GPUs",
+        "experts cut along their hidden units by ExpertTensorParallel, also when divided",
+    ): by_tests(
+        'tokens in 16 bits, or as codes with payload="low"; gradients of results and partial sums in 16 (below)',
+        two='distributed/test_tensor_parallel.py parametrize("ranks",',
+        four="distributed/test_tensor_parallel.py 4])",
+    ),
+    (
+        "Several GPUs",
+        "torchtitan: FSDP2, tensor, expert, pipeline and context parallel, and pairs",
+    ): by_tests(
+        'torchtitan\'s, in 16 bits; weights in 8 or 4 bits with gather="low", rows of experts in 8 with '
+        'dispatch="low" (torchtitan)',
+        two="integrations/test_torchtitan_ranks.py test_ranks_train_like_one_process",
+        four="integrations/test_torchtitan_ranks.py test_sharded_and_divided_experts_have_both_wires_low",
+    ),
+    ("Several GPUs", "blockscale train under torchrun: FSDP2, and experts divided among ranks"): by_tests(
+        "as FSDP2 and expert parallel; one all-reduce of three numbers a step (training)",
+        two="train/test_ranks.py test_two_ranks",
+        four="train/test_ranks.py test_four_ranks",
     ),
     (FSDP, "fp8_128x128"): wire_share,
     (FSDP, "mxfp8_e4m3_128x128"): wire_share,
@@ -231,6 +302,18 @@ ROWS: dict[tuple[str, str], RowCheck] = {
     (TP, "weight gradients"): weight_gradients_of_tensor_parallel,
     (TP, "recipes"): recipes_of_tensor_parallel,
     (TP, "tokens of a rank"): tokens_of_a_rank,
+    (CUT, "tokens, gathered once"): tokens_of_cut_experts(1),
+    (CUT, "experts and gate weights of tokens, gathered"): slots_of_cut_experts,
+    (CUT, "results, after the sum over slots, reduce-scattered"): tokens_of_cut_experts(2),
+    (CUT, "gradient of results, gathered"): tokens_of_cut_experts(3),
+    (CUT, "gradients of tokens, and of gate weights, reduce-scattered"): gradients_of_cut_experts,
+    (CUT, "gathered tokens and gradients, of bf16"): share_of_cut_experts,
+    (CUT, "weight and bias gradients"): weight_gradients_of_cut_experts,
+    (CUT, "y, gradients of tokens and of gate weights"): lambda row, facts: (
+        "fp32: within 3e-7; 2 ranks: exactly the sum of the two parts" in row.cells[1]
+        and held("distributed/test_tensor_parallel.py", '(3e-7 if "fp32" in label', "is the sum")
+        and row.cells[2] == "the same"
+    ),
     (EP, "tokens to their experts"): rows_of_experts(0),
     (EP, "results to their tokens"): rows_of_experts(1),
     (EP, "gradient of results, each times its gate weight"): rows_of_experts(2),
@@ -250,6 +333,53 @@ ROWS: dict[tuple[str, str], RowCheck] = {
         "deep_ep.Buffer, where the package is installed; tested against a stand-in with its documented calls, not run",
         "those of its kernels",
         "DeepEP(buffer, payload)",
+    ),
+    (FAULTS, "raises"): by_fault(
+        "RankError with that rank and its error: at once where they compare calls or its process ends, else at the "
+        "timeout",
+        "distributed/test_failures.py",
+        "rank 1 failed: ValueError: of rank 1 alone",
+    ),
+    (FAULTS, "is killed"): by_fault(
+        "RankError that names the rank that gave no word: at once in a collective of gloo, in the comparison of calls "
+        "at the timeout",
+        "distributed/test_failures.py",
+        "no word from rank 1",
+        '"kill"',
+    ),
+    (FAULTS, "hangs"): by_fault(
+        "the same, at the timeout; it ends too when it wakes up",
+        "distributed/test_failures.py",
+        '"hang": {1: "RankError"}',
+    ),
+    (
+        FAULTS,
+        "passes other shapes, dtypes, options or a gradient that others do not need to column_parallel, row_parallel, "
+        "swiglu_parallel, gather_activation or experts that are cut, or calls another of them",
+    ): by_fault(
+        "ShardingError on all ranks, with the calls of each",
+        "distributed/test_failures.py",
+        *('"tokens"', '"recipes"', '"gradients"', '"swiglu"', '"activation"', '"cut experts"', '"calls"'),
+    ),
+    (
+        FAULTS,
+        "calls divided experts with other features, slots or dtype, or those of another layer",
+    ): lambda row, facts: (
+        held("distributed/test_failures.py", '"layers"') and raises("ep", "dtypes", "slots", "one evaluates")(facts)
+    ),
+    (FAULTS, "has other weights in FSDP2 that gathers codes"): by_fault(
+        "an error when they exchange maxima; FSDP2's own gathers are not compared",
+        "distributed/test_failures.py",
+        "waits in maxima of weights",
+    ),
+    (FAULTS, "has a loss or gradient that is NaN, in the trainer"): by_fault(
+        "NonFiniteError on all ranks, with rank, step and layer",
+        "train/test_ranks.py",
+        '"layer": r"step 2',
+        "on rank 1",
+    ),
+    (FAULTS, "dies while a checkpoint is saved, in the trainer"): by_fault(
+        "RankError; the checkpoint before it is resumed", "support/ranked_runs.py", "killed_in_a_save", "after_the_kill"
     ),
 }
 
@@ -295,6 +425,13 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
         ),
         "- Everything else is FSDP2's": by_case(
             "support/gathered.py", "mixed", "recompute=True", "compiled=True", "adamw"
+        ),
+        "- Layers: ours, Transformers' experts (also transposed ones), and torchtitan's": by_case(
+            "distributed/test_gather_low.py", '"packed", "transposed", "titan"'
+        ),
+        "if hidden_dim is a multiple of 128": by_case("distributed/test_gather_low.py", '"split a block of 128"'),
+        "- Beside tensor and expert parallelism: call gather_low_ after them": by_case(
+            "support/gathered_parallel.py", "def tokens_cut", "def experts_cut"
         ),
         "- Checkpoints are plain": by_case("distributed/test_gather_low.py", '"unquantized": 0.0', '"names us": []'),
         "1-D blocks (mxfp8: forward and backward need different codes, which one gather for both would have to carry, "
@@ -353,7 +490,8 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
         "- What gathers 16 or 32 bits: the input or gradient of a product that the recipe leaves unquantized": by_case(
             "distributed/test_tensor_parallel.py", '"layers dgrad unquantized"', '"layers all unquantized": 3.0'
         ),
-        "- What each layer gathers for itself": lambda facts: True,
+        "- Layers that share an input gather it once each, or together: h = bs.distributed.gather_activation(x, "
+        'recipe, group=mesh["tp"], gather_dim=1)': by_case("distributed/test_tensor_parallel.py", 'kind == "shared"'),
         "What raises, before any collective and on all ranks": lambda facts: (
             "raised after a collective" not in facts["refusals"]["tp"].values()
         ),
@@ -363,9 +501,50 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
         "recipes that cannot be requantized": raises("tp", "requantized fp8_blockwise", "requantized mxfp6"),
         "NVFP4, stochastic rounding in SwiGLUParallel": raises("tp", "nvfp4", "stochastic"),
         "or of tokens that are not contiguous ([B, S, K] in a row-parallel layer)": raises("tp", "scattered runs"),
-        "a shared activation, main_grad of DTensors": raises("tp", "activation", "main_grad"),
-        'weight_cast="step" of DTensors': raises("tp", "step"),
-        "Ranks must pass equal shapes: that is not checked": lambda facts: True,
+        "an activation of a rank's own tokens, main_grad of DTensors": raises("tp", "activation", "main_grad"),
+        'weight_cast="step" of DTensors without gather_low_': raises("tp", "step"),
+        "Ranks that pass unequal shapes or options raise too (faults)": by_case(
+            "distributed/test_failures.py", '"tokens"', '"recipes"'
+        ),
+    },
+    CUT: {
+        "more bytes than one row in 16 bits from k = 2 on": lambda facts: (
+            SLOTS * facts["cut low"]["sent"][1][2] > facts["cut bf16"]["sent"][1][2] and SLOTS == 2
+        ),
+        "Any number of tokens": lambda facts: TOKENS % 32 > 0,
+        "Hidden units of a rank are whole blocks: a multiple of 128 (FP8) or 32 (MX)": lambda facts: (
+            [FORMATS[name].block[1] for name in ("fp8_1x128", "mxfp8_e4m3")] == [128, 32]
+            and raises("cut", "hidden")(facts)
+        ),
+        "- The style takes an nn.MoE or a GroupedExperts": raises("cut", "linear"),
+        "gate_up.weight is stored as [E, 2, H, K] sharded along H, its bias as [E, 2, H]: the packed parameter is "
+        ".flatten(1, 2) of it": lambda facts: (
+            facts["blocks"][CUT]["weight"] == [5, 2, 256, 64] and facts["blocks"][CUT]["own"] == [5, 2, 128, 64]
+        ),
+        "- The function on local tensors and a group is grouped_swiglu_parallel. It needs gate weights": raises(
+            "cut", "no gates"
+        ),
+        '- Divided and cut: expert_parallel_(moe, mesh["ep", "tp"], dispatcher)': by_case(
+            "distributed/test_tensor_parallel.py", '"mesh low"'
+        ),
+        'with "low" also down.weight is within 5e-7': by_case(
+            "distributed/test_tensor_parallel.py", '(5e-7 if "low" in label else 0.0)'
+        ),
+        "- Attention on tp, whole experts on the same ranks": by_case("support/sequence_parallel.py", "mlp.router"),
+        "SequenceParallel(sequence_dim=0, use_local_output=True) for moe.router and SwiGLUParallel(sequence_dim=0) for "
+        "moe.shared": by_case(
+            "support/sequence_parallel.py",
+            "SequenceParallel(sequence_dim=0, use_local_output=True)",
+            "SwiGLUParallel(sequence_dim=0)",
+        ),
+        "What raises: hidden units that split a block": raises("cut", "hidden"),
+        "stochastic rounding, recipes that cannot travel as codes": raises("cut", "stochastic", "low"),
+        "rows without a routing or gate weights": raises("cut", "ends", "no gates"),
+        'hooks on gate_up or down with "low", experts of Transformers': raises("cut", "hooks", "linear"),
+        'main_grad of DTensors, weight_cast="step" of DTensors': raises("cut", "main_grad", "step"),
+        "Ranks that pass unequal shapes or options raise too (faults)": by_case(
+            "distributed/test_failures.py", '"cut experts"'
+        ),
     },
     EP: {
         "Three lines: a mesh, a dispatcher, and the call": lambda facts: (
@@ -411,7 +590,23 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
         "hooks on gate_up or down, gpt-oss's activation": raises("ep", "hooks", "activation"),
         'and recipes that change with the step, with "low"': raises("ep", "low since"),
         "With AllToAll and FixedCapacity no token is ever dropped": raises("ep", "overflow on rank 0"),
-        "- What does not raise at once": lambda facts: True,
+        "- torch.compile: with FixedCapacity the layer is one graph (fullgraph=True)": by_case(
+            "distributed/test_tensor_parallel.py", '"compiled cut", "compiled divided"'
+        ),
+        "- What does not raise at once": by_case("distributed/test_failures.py", '"experts"'),
+    },
+    FAULTS: {
+        "Groups that a device mesh makes have a timeout of their own, 30 minutes for gloo": lambda facts: (
+            facts["blocks"][FAULTS] == {"steps": 1, "minutes": 30.0}
+        ),
+        "- Calls are compared through the store of the group": by_case(
+            "distributed/test_failures.py", "ranks that make different calls"
+        ),
+        "- What is not detected": by_case("../src/blockscale/distributed/agreement.py", "is_compiling()", "_seen"),
+        "(BLOCKSCALE_CHECK_RANKS=1 compares every call)": by_case(
+            "../src/blockscale/distributed/agreement.py", "not env.flag(CHECK)"
+        ),
+        "- On GPUs an error of one rank reaches others that wait for NCCL": lambda facts: "Not run." in SOURCE,
     },
 }
 
@@ -466,7 +661,11 @@ def test_an_edit_without_a_check_is_named() -> None:
     for old, new, said in (
         ("| DDP |", "| DDP2 |", "the row 'DDP2'"),
         ("| recipes |", "| formats |", "no row 'recipes'"),
-        ("main_grad` of DTensors", "main_grad` of cats", "'a shared activation, main_grad of DTensors' is no longer"),
+        (
+            "an `activation` of a rank's",
+            "an `activation` of a cat's",
+            'own tokens, main_grad of DTensors" is no longer',
+        ),
         ("NVFP4, stochastic", "NVFP4, mice, stochastic", "'NVFP4, stochastic rounding in SwiGLUParallel' is no longer"),
         ("recipes that cannot be requantized,", "recipes that cannot be requantized, mice,", "'mice, NVFP4"),
         ("All weights of the model", "All 12 weights of the model", "'12 weights"),
@@ -501,14 +700,14 @@ def check_modelled_bytes(facts: Facts, other: Facts) -> None:
 @pytest.mark.slow
 def test_the_page_says_what_two_ranks_count(tmp_path: Path) -> None:
     """One test, since starting ranks costs seconds."""
-    torch.multiprocessing.spawn(run, (str(tmp_path), SOURCE, README), nprocs=RANKS)
+    start_ranks(run, (str(tmp_path), SOURCE, README), RANKS)
     both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     for facts in both:
         failed = {name: each for name, each in facts.items() if isinstance(each, str) and "Traceback" in each}
         assert not failed, f"{len(failed)} of {len(facts)} failed, first: {next(iter(failed.items()))}"
         for section, found in facts["blocks"].items():
             assert isinstance(found, dict), f"docs/distributed.md, {section}: {found}"
-        assert facts["blocks"].keys() == {FSDP, TP, EP, "README"}
+        assert facts["blocks"].keys() == {FSDP, TP, CUT, EP, FAULTS, "README"}
     facts = both[0]
     readme = facts["blocks"]["README"]
     assert readme == {"same": True, "gathered": ["uint8"], "lines": 3}

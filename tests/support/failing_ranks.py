@@ -16,7 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import blockscale as bs
-from blockscale.distributed import column_parallel, expert_parallel_, gather_low_, row_parallel, swiglu_parallel
+from blockscale.distributed import (
+    column_parallel,
+    expert_parallel_,
+    gather_activation,
+    gather_low_,
+    grouped_swiglu_parallel,
+    row_parallel,
+    swiglu_parallel,
+)
 from blockscale.distributed.world import join
 from blockscale.errors import BlockscaleError
 from blockscale.nn import MoE
@@ -66,6 +74,16 @@ def unequal(rank: int, folder: Path) -> dict[str, str]:
             ),
             "gradients": lambda: column_parallel(ones(128, 64).requires_grad_(rank > 0), ones(128, 64), group=group),
             "swiglu": lambda: swiglu_parallel(ones(tokens, 64), ones(256, 64), ones(64, 128), group=group),
+            "activation": lambda: gather_activation(ones(tokens, 64), group=group),
+            "cut experts": lambda: grouped_swiglu_parallel(
+                ones(4 + rank, 64),
+                ones(2, 64, 64),
+                ones(2, 64, 32),
+                bs.sort_by_expert(torch.zeros(4 + rank, 1, dtype=torch.int64), 2),
+                ones(4 + rank, 1),
+                recipe="mxfp8",
+                group=group,
+            ),
             "layers": lambda: (few if rank else many)(ones(4, 32)),
             "shards": lambda: sharded(192 + 64 * rank)(ones(128, 64)),
         }

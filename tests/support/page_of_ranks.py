@@ -39,6 +39,7 @@ from blockscale.errors import BlockscaleError
 from blockscale.formats import Stochastic
 from blockscale.nn import MoE, SwiGLU
 from support import (
+    cut_experts,
     expert_parallel,
     expert_parallel_state,
     fully_sharded,
@@ -201,6 +202,32 @@ def block_of_experts(block: str) -> dict[str, Any]:
     return {"same": same, "experts": local, "payload": moe.experts.dispatcher.payload, "mesh": names["ep"].ndim}
 
 
+def block_of_cut_experts(block: str) -> dict[str, Any]:
+    """Tokens [B, S, DIM] are sharded along S. One process has all of them."""
+
+    def model() -> Layers:
+        torch.manual_seed(0)
+        layer = nn.Module()
+        layer.moe = MoE(dim=DIM, hidden=HIDDEN, experts=5, top_k=2, recipe="mxfp8", name="moe")
+        return Layers(layer)
+
+    mesh, (cut, one), x = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), (model(), model()), None
+    x, rank = random(1, 48, DIM, seed=1), dist.get_rank()
+    execute(block, model=cut, mesh=mesh, parallelize_module=parallelize_module, style=bs.distributed)
+    y = cut.layers[0].moe(x.chunk(RANKS, 1)[rank])
+    weight = cut.layers[0].moe.experts.gate_up.weight
+    off = gap(y.detach(), one.layers[0].moe(x).detach().chunk(RANKS, 1)[rank])
+    return {"y": off, "weight": list(weight.shape), "own": list(weight.to_local().shape)}
+
+
+def block_of_faults(block: str) -> dict[str, Any]:
+    """A model that trains without a fault, in the context."""
+    steps: list[int] = []
+    execute(block, train_my_model=lambda: steps.append(1))
+    mesh = init_device_mesh("cpu", (RANKS,)).get_group()
+    return {"steps": len(steps), "minutes": mesh._get_backend(torch.device("cpu")).options._timeout.seconds / 60}
+
+
 def gap(got: Tensor, want: Tensor) -> float:
     """0 for the same bits, else the relative distance."""
     return 0.0 if torch.equal(got, want) else float((got - want).double().norm() / want.double().norm())
@@ -210,7 +237,9 @@ BLOCKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "README": block_of_readme,
     "FSDP2 that gathers codes": block_of_fsdp,
     "Tensor and sequence parallel": block_of_tensor_parallel,
+    "Experts cut along their hidden units": block_of_cut_experts,
     "Expert parallel": block_of_experts,
+    "Faults": block_of_faults,
 }
 
 
@@ -330,6 +359,16 @@ def exchanged_rows(payload: str, experts: int, dtype: torch.dtype) -> dict[str, 
     return {"sent": sent, "forward": forward, "syncs": [in_forward, syncs[0] - in_forward]}
 
 
+CUT = cut_experts.Sizes((RANKS * 48,), 256, 256)
+
+
+def exchanged_tokens(payload: str) -> dict[str, Any]:
+    """Experts that are cut: what one call with 48 tokens of a rank gives to each collective, forward and backward."""
+    with Wire() as wire:
+        found = cut_experts.experts(bs.get_recipe("mxfp8"), CUT, payload=payload)
+    return {"sent": [[*each] for each in wire.sent], "off": found["weights off"], "bits": found["bits"]}
+
+
 def column_sums(experts: int) -> int:
     """Bytes of the bias gradient of `down` that a rank gives, with codes: the one message in fp64."""
     sent = exchanged_rows("low", experts, torch.bfloat16)["sent"]
@@ -441,6 +480,7 @@ def refusals() -> dict[str, Any]:
         "tp": tokens_sharded.refusals() | sequence_parallel.refusals(mesh),
         "ep": expert_parallel_state.refusals(RANKS)
         | {f"overflow on rank {i}": each for i, each in enumerate(overflow)},
+        "cut": cut_experts.layer_refusals(),
     }
 
 
@@ -455,6 +495,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"tp {each}": functools.partial(tensor_parallel, each) for each in ("owner", "requantized")},
     "tp spread": spread,
     **{f"ep {payload}": functools.partial(exchanged_rows, payload, 6, torch.bfloat16) for payload in ("bf16", "low")},
+    **{f"cut {payload}": functools.partial(exchanged_tokens, payload) for payload in ("bf16", "low")},
     "ep fp32": functools.partial(exchanged_rows, "bf16", 6, torch.float32),
     "ep 5": functools.partial(exchanged_rows, "low", 5, torch.bfloat16),
     "dispatchers": dispatchers,

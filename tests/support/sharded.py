@@ -1,4 +1,4 @@
-"""One rank of tests/test_sharding.py: every operator on DTensors, each local shard against the whole's, no collective.
+"""One rank of tests/test_sharding.py: operators on DTensors, each local shard against the whole's, no collective.
 
 In a module of its own because a spawned process imports it by name. An operator computes shards whose bytes are the
 whole's, or raises.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -256,7 +257,7 @@ def grouped_products(mesh: DeviceMesh) -> Iterator[Case]:
 
 
 def run(rank: int, folder: str) -> None:
-    """All cases on one rank; writes {case: number of pieces, or the error}."""
+    """Half of the cases, which need no other rank; writes {case: number of pieces, or the error}."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -266,6 +267,8 @@ def run(rank: int, folder: str) -> None:
     with bs.use_backend(gemm="reference", m_grouped="reference", k_grouped="reference"):
         for kind in (casts, special_casts, products, grouped_products):
             for label, test in kind(mesh):
+                if zlib.crc32(label.encode()) % RANKS != rank:
+                    continue
                 try:
                     results[label] = test()
                 except Exception:  # every rank goes on, so that no collective waits for a rank that stopped

@@ -64,9 +64,9 @@ def is_of_collective(error: BaseException | None) -> bool:
 
 
 def first_failure(group: dist.ProcessGroup) -> str | None:
-    """The error of the first rank of a group that told one, as text."""
-    ranks = dist.get_process_group_ranks(group)
-    return next((f"rank {rank} failed: {told[1]}" for rank in ranks if (told := _told(rank)) is not None), None)
+    """The error of the first rank of a group that told one of its own, as text."""
+    told = ((rank, _told(rank)) for rank in dist.get_process_group_ranks(group))
+    return next((f"rank {rank} failed: {each[1]}" for rank, each in told if each is not None and each[0]), None)
 
 
 def _store() -> dist.distributed_c10d.Store:

@@ -1,0 +1,29 @@
+"""Ranks of a test: processes of one function, forked from a server that has imported what all of them need.
+
+Importing torch, FSDP2 and DTensor takes several seconds; the server of a test worker does it once. It is started by the
+first test that needs ranks and has no threads, so that its forks copy no lock. Ranks have the environment of that time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+from torch.multiprocessing import start_processes
+
+# modules alone that start no thread
+_IMPORTED = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch._dynamo",
+)
+
+
+def start_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:
+    """Call run(rank, *args) in a process for each rank; the error of the first that fails is raised."""
+    multiprocessing.set_forkserver_preload([*_IMPORTED])
+    start_processes(run, args, ranks, start_method="forkserver")
