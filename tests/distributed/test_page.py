@@ -484,7 +484,7 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
             "layers.0.mlp.gate_up.weight" in facts["blocks"][TP]["cut"]
         ),
         "load into weight.unflatten(0, (2, -1)) of a model on one GPU": by_case(
-            "support/sequence_parallel.py", "unflatten(0, (2, -1))"
+            "support/sequence_parallel.py", 'unflatten(1 if "experts" in name else 0, (2, -1)) if "gate_up" in name'
         ),
         "- Norms and biases": lambda facts: facts["blocks"][TP]["off"]["layers.0.norm.weight"] <= 3e-7,
         "- What gathers 16 or 32 bits: the input or gradient of a product that the recipe leaves unquantized": by_case(
