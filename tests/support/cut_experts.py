@@ -27,6 +27,7 @@ from blockscale.distributed import (
     expert_parallel_,
     grouped_swiglu_parallel,
 )
+from blockscale.distributed.compiling import COMPILES_EXPERTS
 from blockscale.errors import BlockscaleError
 from blockscale.nn import GroupedExperts, MoE
 from support.tokens_sharded import Wire, relative, world
@@ -231,7 +232,7 @@ def on_mesh(
 
 def compile_layer(layer: GroupedExperts, dispatcher: Dispatcher) -> Callable[..., Tensor]:
     """AllToAll breaks the graph where the host reads the numbers of rows; nothing else does."""
-    whole = isinstance(dispatcher, FixedCapacity)
+    whole = isinstance(dispatcher, FixedCapacity) and COMPILES_EXPERTS
     return torch.compile(layer, backend="aot_eager" if THOROUGH else "eager", fullgraph=whole)
 
 

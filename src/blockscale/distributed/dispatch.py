@@ -23,6 +23,8 @@ from ..grouped import Routing, sort_by_expert
 _OPS = torch.ops._c10d_functional
 Payload = Literal["bf16", "low"]
 PAYLOADS: tuple[Payload, ...] = ("bf16", "low")
+# of tokens
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ class CallFacts(NamedTuple):
     def header(self) -> list[int]:
         """The facts as numbers."""
         bits = sum(1 << place for place, needed in enumerate(self.gradients) if needed)
-        return [self.features, self.slots, sum(byte << 8 * at for at, byte in enumerate(self.dtype.encode()[:8])), bits]
+        return [self.features, self.slots, _DTYPES.index(self.dtype), bits]
 
 
 class Exchange(Protocol):
@@ -195,7 +197,7 @@ def check_agreement(headers: Sequence[Sequence[int]]) -> None:
     for name, *values in zip(names, *headers, strict=True):
         if len({*values}) > 1:
             if name == "dtype":
-                values = [value.to_bytes(8, "little").rstrip(b"\0").decode() for value in values]
+                values = [_DTYPES[value] for value in values]
             refuse(
                 f"expert parallel ranks that differ in {name}: {', '.join(map(str, values))}",
                 rule="all ranks of a group make the same call, with their own tokens, or one would wait for another",

@@ -28,6 +28,7 @@ from ..nn.experts import GroupedExperts, GroupedLinear
 from ..nn.moe import MoE
 from ..nn.recipe_module import RecipeModule
 from .collectives import ranks_of
+from .compiling import eager_before_2_13
 from .dispatch import AllToAll, Dispatcher, ExpertPlace
 from .divided_experts import DividedExperts, LowCall, check_fused, check_routed, own, rounding_of_own
 from .expert_plan import check_low
@@ -98,6 +99,7 @@ class OwnGroupedLinear(GroupedLinear):
 class ParallelExperts(DividedExperts, GroupedExperts):
     """`GroupedExperts` that are divided among ranks."""
 
+    @eager_before_2_13
     def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
         """Tokens [T, dim] of this rank and their routing to all experts -> rows [T * k, dim] sorted by expert, or with
         gate weights [T, k] tokens [T, dim]. Collective, and so is its backward."""
@@ -140,6 +142,7 @@ class ParallelAdaptedExperts(DividedExperts, AdaptedExperts):
     def rounding(self, part: str = "") -> Stochastic | None:
         return rounding_of_own(super().rounding(part), self.place)
 
+    @eager_before_2_13
     def run(self, tokens: Tensor, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         check_routed(tokens, routing, expert_sizes(self)[0][2], self.place.experts)
         if self.dispatcher.payload != "low":

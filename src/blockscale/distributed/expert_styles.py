@@ -23,6 +23,7 @@ from ..grouped import Routing, as_routing
 from ..nn.experts import GroupedExperts, GroupedLinear
 from ..nn.moe import MoE
 from .collectives import Ranks, ranks_of
+from .compiling import eager_before_2_13
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall, check_fused, check_routed
 from .expert_plan import check_low
@@ -65,6 +66,7 @@ class TensorParallelExperts(GroupedExperts):
 
     cut: CutExperts
 
+    @eager_before_2_13
     def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
         """Tokens [.., dim] of this rank with their routing and gate weights -> [.., dim]. Collective, and so is its
         backward."""

@@ -26,6 +26,7 @@ from ..autograd.operands import Pair, matrix
 from ..autograd.recipe import Recipe, get_recipe
 from ..grouped import Routing
 from .collectives import ranks_of
+from .compiling import eager_before_2_13
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall
 from .expert_plan import check_low, operands_of_rows
@@ -34,6 +35,7 @@ from .token_exchange import ShardedTokens, over_hidden_units
 from .tokens import tokens_of
 
 
+@eager_before_2_13
 def grouped_swiglu_parallel(
     x: Tensor,
     gate_up_weight: Tensor,
