@@ -167,7 +167,7 @@ def test_our_dispatchers_give_the_bits_of_torchtitans(found: Found, dispatch: st
 
 
 def test_codes_of_rows_take_half_the_wire(found: Found):
-    """Of four exchanges in a step, tokens and the gradients of results travel as codes."""
+    """Two of four exchanges in a step are codes: tokens and the gradients of results."""
     low, plain = found("dispatch low")["wire"]
     assert found("dispatch bf16")["wire"][0] <= plain
     assert 0.5 <= (low - plain / 2) / (plain / 2) <= 0.52

@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 def device() -> str:
-    """Of this process's cases: the CPU, or the one GPU that all ranks share."""
+    """Device of this process: the CPU, or the one GPU that all ranks share."""
     return os.environ.get("EXPERTS_ON", "cpu")
 
 

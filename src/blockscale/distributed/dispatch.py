@@ -80,7 +80,7 @@ class Exchange(Protocol):
 
     @property
     def routing(self) -> Routing:
-        """Of received rows to this rank's experts, one slot each. Known after the first `to_experts`."""
+        """Routing of received rows to this rank's experts, one slot each. Known after the first `to_experts`."""
         ...
 
     def to_experts(self, rows: Tensor) -> Tensor:
