@@ -89,7 +89,7 @@ def owner_and_requantized(owner: str, requantized: str) -> RowCheck:
 
 
 def saved_of_x(row: Row, facts: Facts) -> bool:
-    """Saved codes and scales for 64 tokens a rank and 192 features. Columns have a scale for 32 tokens, rows one for 32 features."""
+    """Codes and scales saved for 64 tokens and 192 features: columns scale 32 tokens, rows 32 features."""
     kept = [[64, 192], [2, 192]], [[128, 192], [128, 6]]
     same = [facts[f"tp {each}"]["saved"][:2] for each in ("owner", "requantized")] == [*kept]
     return same and row.cells[1:] == ("the columns of its tokens", "the rows of all tokens")
