@@ -391,5 +391,6 @@ CASES = (
     Case("decode fp8_1x128", decode("fp8_1x128", -1), Budget(64, 12, FROM_E4M3, wide=False), (90,)),
     Case("decode mxfp8_e4m3 col", decode("mxfp8_e4m3", -2), Budget(72, 12, FROM_E4M3, wide=False), ARCHES),
     Case("transpose codes", transposed(8), Budget(64, 8), (90,)),
+    Case("transpose codes of 4 bits", transposed(4), Budget(64, 8), (90,)),
     Case("decode nvfp4", decode("nvfp4", -1), Budget(64, 14, wide=False), (90,)),
 )

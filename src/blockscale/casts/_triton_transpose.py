@@ -22,27 +22,38 @@ def _transpose_kernel(
     EVEN: tl.constexpr, FOUR_BIT: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """Tile [BR, BL] of code bytes [rows, row_bytes] -> out [length, out_bytes]. A byte holds two codes if FOUR_BIT, the
-    first one in its low bits. EVEN: tiles cover both matrices exactly."""
+    first one in its low bits. EVEN: tiles cover both matrices exactly.
+
+    The codes of four rows become one word before the tile is turned, so shared memory sees 32-bit words, not bytes.
+    """
     pid = tl.program_id(0)
     pl, pr, e = pid % tiles_l, (pid // tiles_l) % tiles_r, (pid // tiles_l // tiles_r).to(tl.int64)
-    r = tl.arange(0, BR)
-    j = tl.arange(0, BL)
-    codes_ptr += e * stride_e + (pr * BR).to(tl.int64) * stride_m + pl * BL
-    inside = (pr * BR + r[:, None] < rows) & (pl * BL + j[None, :] < row_bytes)
-    tile = tl.load(
-        codes_ptr + r[:, None] * stride_m + j[None, :], mask=None if EVEN else inside, other=None if EVEN else 0
-    )
-    PER_BYTE: tl.constexpr = 2 if FOUR_BIT else 1
-    column = tl.arange(0, BR // PER_BYTE)
-    out_ptr += e * out_e + (pl * BL * PER_BYTE).to(tl.int64) * out_m + pr * (BR // PER_BYTE)
-    for part in tl.static_range(PER_BYTE):
-        turned = tl.trans((tile >> (4 * part)) & 15 if FOUR_BIT else tile)
-        if FOUR_BIT:
-            low, high = tl.split(tl.reshape(turned, (BL, BR // 2, 2)))
-            turned = low | (high << 4)
-        i = j[:, None] * PER_BYTE + part
-        fits = (pl * BL * PER_BYTE + i < length) & (pr * (BR // PER_BYTE) + column[None, :] < out_bytes)
-        tl.store(out_ptr + i * out_m + column[None, :], turned, mask=None if EVEN else fits)
+    r = pr * BR + 4 * tl.arange(0, BR // 4)
+    j = pl * BL + tl.arange(0, BL)
+    codes_ptr += e * stride_e
+    words = tl.zeros((BR // 4, BL), tl.uint32)
+    for i in tl.static_range(4):
+        inside = (r[:, None] + i < rows) & (j[None, :] < row_bytes)
+        row = codes_ptr + (r + i).to(tl.int64)[:, None] * stride_m + j[None, :]
+        codes = tl.load(row, mask=None if EVEN else inside, other=None if EVEN else 0).to(tl.uint32)
+        # rows 0, 2, 1, 3 if FOUR_BIT, so that each exchange below is one of two nibbles
+        words |= codes << (8 * i if not FOUR_BIT else 16 * (i % 2) + 8 * (i // 2))
+    if FOUR_BIT:  # first codes of the bytes to the low half, second ones to the high half
+        swapped = (words ^ (words >> 12)) & 0xF0F0
+        words ^= swapped ^ (swapped << 12)
+    words = tl.trans(words)
+    out_ptr += e * out_e
+    column = pr * (BR // 4) + tl.arange(0, BR // 4)
+    if FOUR_BIT:
+        for part in tl.static_range(2):
+            i = 2 * j[:, None] + part
+            fits = (i < length) & (column[None, :] * 2 < out_bytes)
+            to = (out_ptr + i.to(tl.int64) * out_m).to(tl.pointer_type(tl.uint16), bitcast=True) + column[None, :]
+            tl.store(to, (words >> (16 * part)).to(tl.uint16), mask=None if EVEN else fits)
+    else:
+        fits = (j[:, None] < length) & (column[None, :] * 4 < out_bytes)
+        to = (out_ptr + j.to(tl.int64)[:, None] * out_m).to(tl.pointer_type(tl.uint32), bitcast=True) + column[None, :]
+        tl.store(to, words, mask=None if EVEN else fits)
 
 
 INTERPRETED = not isinstance(_transpose_kernel, triton.runtime.JITFunction)
@@ -53,8 +64,6 @@ def _reject(request: Request) -> str | None:
         return "takes no empty tensors"
     if "strided" in request.options:
         return "needs codes that are contiguous along a row"
-    if "far" in request.options:
-        return "takes rows and columns that lie less than 2^23 values apart: offsets within a tile are 32-bit"
     return None
 
 

@@ -14,7 +14,6 @@ from ..formats.layout import CODE_ROW_BYTES, ceil_div, cuts_evenly, round_up
 from ..hardware import capability
 from ..library import Sharding, define_op, empty
 from ..registry import Request, select
-from .ops import is_far
 
 
 def _allocate(codes: Tensor, length: int, bits: int) -> Tensor:
@@ -32,7 +31,6 @@ def _batches(parts: int, codes: Tensor, length: int, bits: int) -> Iterator[Shar
 def transpose_request(codes: Tensor, length: int, bits: int) -> Request:
     """Registry request of a transpose: the shape is [rows, length] in codes."""
     flags = {
-        "far": is_far(codes.shape, codes.stride()) or length >= 1 << 23,
         "strided": codes.stride(-1) != 1,
         "four_bit": bits == 4,
     }
