@@ -51,6 +51,9 @@ def test_two_ranks(tmp_path: Path):
         assert results[label] == {"grads": 0.0, "weights": 0.0, "formats": 4}, label
     assert results["stepped on one rank"] == {"grads": 0.0}
     assert results["cached state"] == {"weights": 0.0}
+    found = results["dropped"]
+    assert found["during"] > 20
+    assert found["after"] == 0, "a model that is deleted keeps memory"
     assert results["sharded one by one"] == {"worst": 0.0}
     # refused until a refresh, and right after it
     assert results["written elsewhere"] == dict.fromkeys(

@@ -23,7 +23,7 @@ from support.fully_sharded import THOROUGH, adamw
 from support.gathered_checkpoints import other_world_sizes
 from support.gathered_experts import beside_plain_fsdp, expert_cases, titan, titan_report
 from support.gathered_parallel import parallel_cases
-from support.gathered_state import cached_state, checkpoints, evaluated, refusals, reports, written_elsewhere
+from support.gathered_state import cached_state, checkpoints, dropped, evaluated, refusals, reports, written_elsewhere
 from support.gathered_training import (
     against_one_process,
     against_plain_fsdp,
@@ -112,6 +112,7 @@ def cases(ranks: int) -> Iterator[Case]:
     yield "stepped on one rank", stepped_on_one_rank
     yield "written elsewhere", written_elsewhere
     yield "cached state", cached_state
+    yield "dropped", dropped
     yield "sharded one by one", sharded_one_by_one
     yield "refusals", refusals
     yield "reports", reports

@@ -45,7 +45,8 @@ class AmaxExchange:
     """
 
     def __init__(self, model: Module, gathers: Sequence[WeightGather]) -> None:
-        self.gathers = gathers
+        # weak: a weight's gather holds its exchange, and must go with the weight and not at a later collection
+        self._gathers = [weakref.ref(gather) for gather in gathers]
         for gather in gathers:
             gather.use(self)
         self.is_stale = True
@@ -55,6 +56,12 @@ class AmaxExchange:
         self._hook = model.register_forward_pre_hook(self._before_forward)
         self._is_first = False
         _EXCHANGES.add(self)
+
+    @property
+    def gathers(self) -> list[WeightGather]:
+        """Of the weights that exist, in the order that all ranks have."""
+        found = (gather() for gather in self._gathers)
+        return [gather for gather in found if gather is not None]
 
     def before_forward(self, model: Module) -> None:
         """A forward begins: maxima are stale, unless a step shares all casts. Copies of the model have the hook."""
@@ -367,7 +374,7 @@ class ShardedCast(SharedWeight):
         """None: the gathered weight has its operands with it."""
 
     def refresh(self, weight: Tensor, recipe: Recipe) -> None:
-        self._weight = weight
+        # the weight is not held: its shard holds this cast, and no collector frees a cycle through a tensor
         self.is_open = True
         self.invalidate()
 
