@@ -22,6 +22,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import blockscale as bs
+from blockscale.bench.store import command_line, where
 from blockscale.distributed import gather_low_
 from blockscale.models import Transformer
 from blockscale.train.config import RunConfig
@@ -55,14 +57,22 @@ ARMS = (Arm(False, "forward"), Arm(True, "forward"), Arm(False, "twice"), Arm(Tr
 
 @dataclass
 class Found:
-    """Results of an arm.  losses: of the check.  ms: of each timed step, over all turns.  peak: bytes.  kept: bytes
-    after the last step."""
+    """Results of an arm.  losses: of the check.  ms: of each timed step, over all turns.  peaks: bytes, the most in
+    forwards, backwards and optimizer steps.  kept: bytes after a step."""
 
     arm: Arm
     ms: list[float] = field(default_factory=list[float])
     losses: list[float] = field(default_factory=list[float])
-    peak: int = 0
+    peaks: tuple[int, ...] = (0, 0, 0)
     kept: int = 0
+
+
+class Step(NamedTuple):
+    """A step.  ms: of all its microbatches and the optimizer.  loss: of the last microbatch.  peaks: as `Found`'s."""
+
+    ms: float
+    loss: Tensor
+    peaks: tuple[int, ...]
 
 
 class Objective(nn.Module):
@@ -84,6 +94,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequence", type=int, help="symbols of a sequence; default: the preset's")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step")
     parser.add_argument("--recipe", default="fp8_blockwise")
     parser.add_argument("--parameters", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
@@ -128,21 +139,37 @@ def build(options: argparse.Namespace, arm: Arm, device: torch.device) -> tuple[
     return objective, optimizer
 
 
-def steps(options: argparse.Namespace, arm: Arm, device: torch.device, count: int) -> Iterator[tuple[float, Tensor]]:
-    """Milliseconds and loss of each step of a new model."""
+def steps(options: argparse.Namespace, arm: Arm, device: torch.device, count: int) -> Iterator[Step]:
+    """Steps of a new model."""
     objective, optimizer = build(options, arm, device)
     vocabulary, length = objective.model.config.vocabulary, objective.model.sequence + 1
     for step in range(count):
         generator = torch.Generator().manual_seed(step)
-        pieces = torch.randint(vocabulary, (options.batch, length), generator=generator).to(device)
+        shape = (options.microbatches, options.batch, length)
+        batches = torch.randint(vocabulary, shape, generator=generator).to(device)
+        loss, forwards, backwards = torch.zeros(()), [0], [0]
+        peak(device)
         synchronize(device)
         start = time.perf_counter()
-        loss = objective(pieces)
-        loss.backward()
+        for pieces in batches:
+            loss = objective(pieces)
+            forwards.append(peak(device))
+            loss.backward()
+            backwards.append(peak(device))
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)
-        yield (time.perf_counter() - start) * 1e3, loss.detach()
+        ms = (time.perf_counter() - start) * 1e3
+        yield Step(ms, loss.detach(), (max(forwards), max(backwards), peak(device)))
+
+
+def peak(device: torch.device) -> int:
+    """Most bytes allocated since the last call; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    found = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
 
 
 def synchronize(device: torch.device) -> None:
@@ -162,14 +189,12 @@ def clear(options: argparse.Namespace, device: torch.device) -> None:
 
 def turn(options: argparse.Namespace, found: Found, device: torch.device) -> None:
     """One turn of an arm with a clock: its steps are added to what was found."""
-    on_gpu, count = device.type == "cuda", options.warm_up + options.steps
-    for step, (ms, _) in enumerate(steps(options, found.arm, device, count), 1):
-        if step > options.warm_up:
-            found.ms.append(ms)
-        elif on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        if on_gpu and step == count:  # the model is still there
-            found.peak = max(found.peak, torch.cuda.max_memory_allocated())
+    count = options.warm_up + options.steps
+    for number, step in enumerate(steps(options, found.arm, device, count), 1):
+        if number > options.warm_up:
+            found.ms.append(step.ms)
+            found.peaks = tuple(map(max, found.peaks, step.peaks))
+        if number == count and device.type == "cuda":  # the model is still there
             found.kept = max(found.kept, torch.cuda.memory_allocated())
 
 
@@ -178,7 +203,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Found]:
     found = [Found(ARMS[at]) for at in options.arms]
     with as_configured(RunConfig(deterministic=True)):
         for each in found:
-            each.losses = [float(loss) for _, loss in steps(options, each.arm, device, options.check_steps)]
+            each.losses = [float(step.loss) for step in steps(options, each.arm, device, options.check_steps)]
             clear(options, device)
     for number in range(options.turns):
         for each in found[:: -1 if number % 2 else 1]:
@@ -188,13 +213,16 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Found]:
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
-    """A line for each arm.  of values: time over that of the arm with values and the same casts, else of the first."""
-    yield f"{'gathered':32} {'ms a step':>10} {'least':>8} {'most':>8} {'of values':>10} {'peak GiB':>9} {'kept':>9}"
+    """A line for each arm.  of values: time over that of the arm with values and the same casts, else of the first.
+    GiB: peaks of forwards, backwards and optimizer steps, and what is kept after a step."""
+    sizes = " ".join(f"{name:>7}" for name in ("forward", "backw.", "optim.", "kept"))
+    yield f"{'gathered':32} {'ms a step':>10} {'quartiles':>15} {'of values':>10} {sizes} GiB"
     for each in found:
         base = next((one for one in found if one.arm == replace(each.arm, codes=False)), found[0])
         median, ratio = statistics.median(each.ms), statistics.median(each.ms) / statistics.median(base.ms)
-        sizes = f"{each.peak / 2**30:9.2f} {each.kept / 2**30:9.2f}"
-        yield f"{each.arm!s:32} {median:10.2f} {min(each.ms):8.2f} {max(each.ms):8.2f} {ratio:10.4f} {sizes}"
+        low, _, high = statistics.quantiles(each.ms * 2, n=4)  # of one step, too
+        sizes = " ".join(f"{size / 2**30:7.2f}" for size in (*each.peaks, each.kept))
+        yield f"{each.arm!s:32} {median:10.2f} {low:7.2f}-{high:7.2f} {ratio:10.4f} {sizes}"
 
 
 @contextlib.contextmanager
@@ -212,8 +240,8 @@ def main(words: Sequence[str]) -> int:
     """Measure, print the table; returns 1 if losses differ."""
     options = parse(words)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU: times mean nothing"
-    print(f"torch {torch.__version__}, {where}; {vars(options)}", flush=True)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU: times mean nothing"
+    print(f"torch {torch.__version__}, {name}; {vars(options)}", flush=True)
     with one_rank(device):
         found = measure(options, device)
     for line in table(found):
@@ -224,7 +252,9 @@ def main(words: Sequence[str]) -> int:
     if not same:
         print(*(f"{each.arm}: {each.losses}" for each in found), sep="\n")
     if options.out is not None:
-        options.out.write_text("".join(json.dumps(asdict(each)) + "\n" for each in found))
+        command = command_line(["", *words]).replace("blockscale", "python -m benchmarks.fsdp", 1)
+        shared = {"suite": "fsdp", "where": asdict(replace(where(device, bs.__version__), command=command))}
+        options.out.write_text("".join(json.dumps({**asdict(each), **shared}) + "\n" for each in found))
     return 0 if same else 1
 
 

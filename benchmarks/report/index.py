@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from blockscale.bench.store import Row
 from blockscale.bench.trainings import Throughput, Training, convergences, throughputs
 
-from . import gemm, layers, moe, speed, training
+from . import casts, gemm, layers, moe, speed, training
 from .goals import NO, NOT_MEASURED, YES, Verdict
 from .tables import EMPTY, machine, table
 
@@ -21,6 +21,7 @@ def verdicts(rows: Sequence[Row], trainings: Sequence[Training]) -> dict[str, li
     """Verdicts by the link to their page; pages without goals are left out."""
     by_suite = {suite: layers.verdicts([row for row in rows if row.suite == suite]) for suite in layers.SUITES}
     found = {
+        "[casts](casts.md)": casts.verdicts(rows),
         "[GEMM](gemm.md)": gemm.verdicts(rows),
         "[linear layers](linear.md)": by_suite["linear"],
         "[SwiGLU MLPs](mlp.md)": by_suite["mlp"],

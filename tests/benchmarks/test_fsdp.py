@@ -27,6 +27,7 @@ def test_losses_do_not_depend_on_the_gather(tmp_path: Path, capsys: pytest.Captu
     assert values["losses"] == codes["losses"]
     assert len(set(values["losses"])) == 2
     assert len(codes["ms"]) == 1
+    assert codes["where"]["command"].startswith("python -m benchmarks.fsdp --preset tiny --layers 1")
 
 
 def test_losses_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
