@@ -14,6 +14,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
+from support.failing_ranks import LAYERS
 from support.forked_ranks import results
 
 TESTS = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ def test_two_ranks(tmp_path: Path):
     assert "while rank 0 waits in maxima of weights" in first["value"]["shards"]
     assert second["error"] == "RankError"
     for what in ("raise", "kill", "hang"):
-        for layer in ("rows", "experts", "reduce"):
+        for layer in LAYERS:
             ranks = found[f"{what} {layer}"]
             assert ranks[0]["error"] == "RankError"
             assert (OWN if what == "raise" else SILENT) in ranks[0]["said"], ranks[0]["said"]

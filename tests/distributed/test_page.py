@@ -324,7 +324,8 @@ ROWS: dict[tuple[str, str], RowCheck] = {
     (EP, "weight gradients"): weight_gradients_of_experts,
     (EP, "AllToAll(payload)"): all_to_all,
     (EP, "FixedCapacity(rows, payload)"): dispatcher(
-        "always rows rows for each pair of ranks; symmetric memory on CUDA (run by 4 processes on one H200), equal splits elsewhere",
+        "always rows rows for each pair of ranks; symmetric memory on CUDA (run by 4 processes on one H200), equal "
+        "splits elsewhere",
         "none on CUDA",
         "symmetric {load}",
         "fixed {load}",

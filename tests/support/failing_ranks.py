@@ -25,12 +25,16 @@ from blockscale.distributed import (
     row_parallel,
     swiglu_parallel,
 )
+from blockscale.distributed.collectives import ranks_of
+from blockscale.distributed.overlap.link import Link
 from blockscale.distributed.world import join
 from blockscale.errors import BlockscaleError
 from blockscale.nn import MoE
 from support.forked_ranks import Launcher
 
 TIMEOUT = 3.0
+# gather and sum: of rows that travel beside products, without a collective
+LAYERS = ("rows", "experts", "reduce", "gather", "sum")
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -104,17 +108,25 @@ def failing(what: str, layer: str) -> Callable[[int, Path], Any]:
             group = dist.group.WORLD
             assert group is not None
             moe = experts(2)
-            for call in range(2):
-                if rank and call and what == "raise":
+            # rows that a rank sent before it failed are still read: the call after that has an error
+            for call in range(3):
+                if rank and call == 1 and what == "raise":
                     raise ValueError("of rank 1 alone")
-                if rank and call and what == "kill":
+                if rank and call == 1 and what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if rank and call and what == "hang":
+                if rank and call == 1 and what == "hang":
                     time.sleep(TIMEOUT + 6)
                 if layer == "rows":
                     row_parallel(ones(256, 128), ones(64, 128), group=group)
                 elif layer == "experts":
                     moe(ones(4, 32))
+                elif layer == "gather":
+                    list(Link.of(ranks_of(group)).gather([ones(4, 4)]).arrivals())
+                elif layer == "sum":
+                    total = Link.of(ranks_of(group)).sum((4, 4), torch.float32)
+                    for owner in total.destinations():
+                        total.push(owner, ones(4, 4))
+                    total.finish()
                 else:
                     dist.all_reduce(ones(4))
 
@@ -126,7 +138,7 @@ def main(folder: Path) -> None:
     waiting = [
         launcher.start(f"{what} {layer}", failing(what, layer), 2)
         for what in ("raise", "kill", "hang")
-        for layer in ("rows", "experts", "reduce")
+        for layer in LAYERS
     ]
     launcher.run("unequal", unequal)
     for each in waiting:

@@ -209,10 +209,11 @@ def product(
     *,
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.mT of two operands, dense or grouped."""
+    """a @ b.mT of two operands, dense or grouped.  out: rows that take a dense product, which does not accumulate."""
     if routing is None:
-        return multiply(a, b, dtype, bias, accumulate)
+        return multiply(a, b, dtype, bias, accumulate, out)
     return multiply_grouped(a, b, routing.offs, dtype, bias, accumulate)
 
 
@@ -224,15 +225,17 @@ def fprop(
     w_row: BlockScaled | None,
     dtype: Any,
     routing: Routing | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """y [..., N], unquantized if an operand is None."""
+    """y [..., N], unquantized if an operand is None.  out: rows that take y, of x [M, K] without routing."""
     if x_row is not None and w_row is not None:
-        y = product(x_row, w_row, dtype, routing, bias=bias)
+        y = product(x_row, w_row, dtype, routing, bias=bias, out=out)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
     bias = None if bias is None else bias.to(dtype)
     if routing is None:
         with torch.autocast(x.device.type, enabled=False):
-            return unquantized_linear(x, weight, bias, dtype)
+            y = unquantized_linear(x, weight, bias, dtype)
+        return y if out is None else out.copy_(y)
     y = grouped_mm(routing.permuted(x).to(dtype), weight.to(dtype).mT, routing.offs)
     return y if bias is None else y + _expert_rows(bias, y.shape[0], routing.offs)
 
@@ -264,12 +267,15 @@ def dgrad(
     w_col: BlockScaled | None,
     dtype: torch.dtype,
     routing: Routing | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], unquantized if an operand is None."""
+    """dX [M, K] of grad [M, N] and weight [N, K] or [E, N, K], unquantized if an operand is None.  out: rows that take
+    dX, without routing."""
     if row is not None and w_col is not None:
-        return product(row, w_col.operand, dtype, routing)
+        return product(row, w_col.operand, dtype, routing, out=out)
     wide = weight.to(grad.dtype)
-    return (_mm(grad, wide) if routing is None else grouped_mm(grad, wide, routing.offs)).to(dtype)
+    dx = (_mm(grad, wide) if routing is None else grouped_mm(grad, wide, routing.offs)).to(dtype)
+    return dx if out is None else out.copy_(dx)
 
 
 def wgrad(

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..errors import RankError, ShardingError, message, refuse
+from ..errors import ShardingError, refuse
 from .collectives import Ranks
-from .failures import first_failure
+from .failures import error_of_waiting, first_failure
 
 CHECK = "BLOCKSCALE_CHECK_RANKS"
 _seen: set[tuple[str, tuple[object, ...]]] = set()
@@ -66,10 +66,7 @@ def _wait(group: dist.ProcessGroup, keys: list[str], mine: str) -> None:
     while not store.check(keys):
         failed = first_failure(group)
         if failed is not None or time.monotonic() - start > longest:
-            silent = [str(dist.get_global_rank(group, rank)) for rank, key in enumerate(keys) if not store.check([key])]
-            what = failed or f"no word from rank {', '.join(silent)}, which was killed, hangs or makes other calls"
-            rule = "all ranks of a group make the same calls, each within the timeout of the group"
-            fix = "read the first error of each rank; a rank that was killed has none"
-            raise RankError(message(f"{what}, while rank {dist.get_rank()} waits in {mine}", rule=rule, fix=fix))
+            silent = [dist.get_global_rank(group, rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise error_of_waiting(failed, silent, mine)
         time.sleep(pause)
         pause = min(2 * pause, 0.01)

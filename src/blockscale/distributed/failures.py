@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -67,6 +67,16 @@ def first_failure(group: dist.ProcessGroup) -> str | None:
     """The error of the first rank of a group that told one of its own, as text."""
     told = ((rank, _told(rank)) for rank in dist.get_process_group_ranks(group))
     return next((f"rank {rank} failed: {each[1]}" for rank, each in told if each is not None and each[0]), None)
+
+
+def error_of_waiting(failed: str | None, silent: Sequence[int], waits_in: str) -> RankError:
+    """Error of a rank that waits for others in vain.  failed: what another rank told.  silent: ranks that told nothing.
+    waits_in: the call of this rank."""
+    ranks = ", ".join(map(str, silent))
+    what = failed or f"no word from rank {ranks}, which was killed, hangs or makes other calls"
+    rule = "all ranks of a group make the same calls, each within the timeout of the group"
+    fix = "read the first error of each rank; a rank that was killed has none"
+    return RankError(message(f"{what}, while rank {dist.get_rank()} waits in {waits_in}", rule=rule, fix=fix))
 
 
 def _store() -> dist.distributed_c10d.Store:

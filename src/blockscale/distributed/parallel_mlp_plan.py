@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.linear_plan import dgrad, product, wgrad
+from ..autograd.linear_plan import product, wgrad
 from ..autograd.mlp_plan import (
     Biases,
     CallState,
@@ -26,7 +26,8 @@ from ..autograd.recipe import Recipe
 from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..grouped import Routing
-from .collectives import all_reduce, reduce_scatter, wait
+from .collectives import all_reduce, wait
+from .overlap.products import RowsProduct
 from .parallel_plans import Pending, Sharing, plain, requantized
 
 
@@ -51,13 +52,12 @@ class ParallelMLPPlan(NamedTuple):
         pending = sharing.gather(row, x, self.dtype)
         gate_up_row, gate_up_col = call_state[1] or first.weight(weights[0], save=first_needs.x and saves_weights)
         down_row, down_col = call_state[2] or second.weight(weights[1], save=needs.x and saves_weights)
-        x_row, _ = pending.wait(first.spec("fprop_x", x))
-        assert x_row is not None
         assert gate_up_row is not None
         assert down_row is not None
-        gate_up = product(x_row, gate_up_row, self.dtype, bias=biases[0])
-        y = product(second.swiglu(gate_up, "fprop_x"), down_row, self.dtype)
-        y = wait(reduce_scatter(y, sharing.tokens, sharing.ranks))
+        into_hidden, cast = self._times(gate_up_row, self.dtype, biases[0]), first.spec("fprop_x", x)
+        gate_up, x_row, _ = pending.multiply(into_hidden, cast, weights[0].shape[0], self.dtype)
+        h_row, out = second.swiglu(gate_up, "fprop_x"), self._times(down_row, self.dtype)
+        y = sharing.product_sum(out, h_row, gate_up, weights[1].shape[0], self.dtype).wait()
         y = y if biases[1] is None else y + biases[1].to(self.dtype)
         saved = None if not first_needs.weight else x_row if sharing.requantizes else col
         return MLPForwardResult(
@@ -86,20 +86,27 @@ class ParallelMLPPlan(NamedTuple):
             x_col = plain(first).column(saved.x_col, saved.x, "wgrad_x")
             x_columns = sharing.gather(x_col, grad, grad.dtype, along=True)
         dx = dw_gate_up = dw_down = db_gate_up = row = col = hidden = None
-        dy_row = None if rows is None else rows.wait(second.spec("dgrad_dy", grad))[0]
+        dy_row, cast_dy = None, second.spec("dgrad_dy", grad)
         if needs.x:
             assert gate_up is not None
+            assert rows is not None
             down_col = second.column(saved.down_col, weights[1], "dgrad_w")
-            dh = dgrad(grad, dy_row, weights[1], down_col, gate_up.dtype)
+            assert down_col is not None
+            into_hidden = self._times(down_col.operand, gate_up.dtype)
+            dh, dy_row, _ = rows.multiply(into_hidden, cast_dy, weights[1].shape[1], gate_up.dtype)
             if first_needs.x or first_needs.weight:
                 cast = second.spec("wgrad_x", gate_up) if needs.weight else None
                 row, col, hidden = first.swiglu_gradient(dh, gate_up, cast)
             if first_needs.bias:
                 db_gate_up = swiglu_bias_gradient(dh, gate_up)
+        elif rows is not None:
+            dy_row, _ = rows.wait(cast_dy)
         if first_needs.x:
             gate_up_col = first.column(saved.gate_up_col, weights[0], "dgrad_w")
-            dx = dgrad(grad, row, weights[0], gate_up_col, self.dtype)
-            dx = reduce_scatter(dx, sharing.tokens, sharing.ranks)
+            assert gate_up_col is not None
+            assert gate_up is not None
+            out = self._times(gate_up_col.operand, self.dtype)
+            dx = sharing.product_sum(out, row, gate_up, weights[0].shape[1], self.dtype)
         if needs.weight:
             assert gate_up is not None
             hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
@@ -109,8 +116,18 @@ class ParallelMLPPlan(NamedTuple):
             x_col = saved.x_col.operand if x_columns is None else None
             x_col = self._columns(first, "wgrad_x", x_columns, x_col, grad)
             dw_gate_up = wgrad(grad, col, None, x_col, weights[0].dtype, main_grads[0])
-        waited = [None if each is None else wait(each) for each in (dx, db_down)]
-        return Gradients(waited[0], dw_gate_up, dw_down, db_gate_up, waited[1])
+        dx, db_down = None if dx is None else dx.wait(), None if db_down is None else wait(db_down)
+        return Gradients(dx, dw_gate_up, dw_down, db_gate_up, db_down)
+
+    @staticmethod
+    def _times(w: BlockScaled, dtype: torch.dtype, bias: Tensor | None = None) -> RowsProduct:
+        """The product of rows with a weight's operand."""
+
+        def multiply(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
+            assert rows is not None
+            return product(rows, w, dtype, bias=bias, out=out)
+
+        return multiply
 
     @staticmethod
     def _columns(

@@ -7,7 +7,7 @@ layout of the product after the gather.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from .collectives import (
     reduce_scatter,
     wait,
 )
+from .overlap.link import Link
+from .overlap.products import PendingRows, RowsProduct, sum_of_products
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -45,32 +47,81 @@ class PlainCasts(Casts):
 
 class Sharing(NamedTuple):
     """How ranks share a layer.  tokens: of a rank, among those of all.  requantizes: whether column operands of tokens
-    that were gathered are cast from the gathered rows; else their owners cast them."""
+    that were gathered are cast from the gathered rows; else their owners cast them.  link: moves rows beside products;
+    without one a collective comes before a product or after it."""
 
     ranks: Ranks
     tokens: Tokens
     requantizes: bool
+    link: Link | None = None
 
     def gather(self, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, *, along: bool = False) -> Pending:
         """Start to gather an operand, or without one the values of x in this dtype.  along: of columns."""
+        if self.link is not None and not along:
+            return PendingRows.start(q, x, dtype, self.link)
         if q is None:
-            return Pending(None, gather_values(matrix(x).to(dtype), self.tokens, self.ranks))
-        return Pending(gather_operand(q.operand, self.tokens, self.ranks, along=along), None)
+            return PendingCollective(None, gather_values(matrix(x).to(dtype), self.tokens, self.ranks))
+        return PendingCollective(gather_operand(q.operand, self.tokens, self.ranks, along=along), None)
+
+    def product_sum(
+        self, product: RowsProduct, q: BlockScaled | None, values: Tensor, columns: int, dtype: torch.dtype
+    ) -> PendingSum:
+        """Start the sum over ranks of product(rows of all tokens) [M, columns]: of this rank's tokens.  q: operand of
+        the rows; without one their values are multiplied."""
+        if self.link is None:
+            return PendingTotal(reduce_scatter(product(q, values, None), self.tokens, self.ranks))
+        return sum_of_products(self.link, product, q, values, columns, dtype)
 
 
-class Pending(NamedTuple):
+class Pending(Protocol):
     """Tokens that are being gathered: an operand, or values of an unquantized product."""
+
+    def wait(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
+        """The operand of all tokens in the layout of a cast, or their values."""
+        ...
+
+    def multiply(
+        self, product: RowsProduct, cast: Cast | None, columns: int, dtype: torch.dtype
+    ) -> tuple[Tensor, BlockScaled | None, Tensor | None]:
+        """product(all tokens) [M, columns] in this dtype, and the tokens as `wait` returns them."""
+        ...
+
+
+class PendingSum(Protocol):
+    """A sum over ranks that is in progress."""
+
+    def wait(self) -> Tensor:
+        """The sum of this rank's rows."""
+        ...
+
+
+class PendingTotal(NamedTuple):
+    """A sum by a collective."""
+
+    total: Tensor
+
+    def wait(self) -> Tensor:
+        return wait(self.total)
+
+
+class PendingCollective(NamedTuple):
+    """A gather by a collective, which ends before the product."""
 
     operand: PendingOperand | None
     values: PendingValues | None
 
     def wait(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
-        """The operand of all tokens in the layout of a cast, or their values."""
         if self.operand is not None:
             assert cast is not None
             return self.operand.wait(cast.plan.layout), None
         assert self.values is not None
         return None, self.values.wait()
+
+    def multiply(
+        self, product: RowsProduct, cast: Cast | None, columns: int, dtype: torch.dtype
+    ) -> tuple[Tensor, BlockScaled | None, Tensor | None]:
+        rows, values = self.wait(cast)
+        return product(rows, values, None), rows, values
 
 
 class ColumnParallelPlan(NamedTuple):
@@ -87,13 +138,16 @@ class ColumnParallelPlan(NamedTuple):
     ) -> ForwardResult:
         """y [M, N/ranks]: x is cast and gathered, while the weight is cast."""
         assert routing is None
-        casts, needs, (_, _, requantizes) = self.casts, self.needs, self.sharing
+        casts, needs, requantizes = self.casts, self.needs, self.sharing.requantizes
         x = matrix(x)
         row, col = plain(casts).input(x, save=needs.weight and not requantizes)
         pending = self.sharing.gather(row, x, self.dtype)
         w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
-        x_row, values = pending.wait(casts.spec("fprop_x", x))
-        y = fprop(x if values is None else values, weight, bias, x_row, w_row, self.dtype)
+
+        def product(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
+            return fprop(x if values is None else values, weight, bias, rows, w_row, self.dtype, out=out)
+
+        y, x_row, _ = pending.multiply(product, casts.spec("fprop_x", x), weight.shape[0], self.dtype)
         saved = None if not needs.weight else x_row if requantizes else col
         return ForwardResult(y, save_operand(saved), save_operand(w_col if needs.x else None))
 
@@ -106,15 +160,19 @@ class ColumnParallelPlan(NamedTuple):
         dx = dw = None
         if needs.x:
             w_col = casts.column(saved.w_col, saved.weight, "dgrad_w")
-            dx = dgrad(grad, row, saved.weight, w_col, self.dtype)
-            dx = reduce_scatter(dx, sharing.tokens, sharing.ranks)
+
+            def product(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
+                assert values is not None
+                return dgrad(values, rows, saved.weight, w_col, self.dtype, out=out)
+
+            dx = sharing.product_sum(product, row, grad, saved.weight.shape[1], self.dtype)
         if needs.weight:
             if pending is None:
                 x_col, values = requantized(saved.x_col.operand, casts.quantized_spec("wgrad_x", grad)), None
             else:
                 x_col, values = pending.wait(casts.spec("wgrad_x", grad))
             dw = wgrad(grad, col, values, x_col, saved.weight.dtype, main_grad)
-        return None if dx is None else wait(dx), dw, total
+        return None if dx is None else dx.wait(), dw, total
 
     def _gather_columns(self, saved: LinearSaved, grad: Tensor) -> Pending:
         col = plain(self.casts).column(saved.x_col, saved.x, "wgrad_x")
@@ -135,11 +193,16 @@ class RowParallelPlan(NamedTuple):
     ) -> ForwardResult:
         """y [M/ranks, N]: partial results are rounded to its dtype and summed, then the bias is added."""
         assert routing is None
-        casts, needs, (ranks, tokens, _) = self.casts, self.needs, self.sharing
+        casts, needs = self.casts, self.needs
         x = matrix(x)
         x_row, x_col = casts.input(x, save=needs.weight)
         w_row, w_col = call_state[1] or casts.weight(weight, save=needs.x and casts.recipe.weight_cast != "twice")
-        y = wait(reduce_scatter(fprop(x, weight, None, x_row, w_row, self.dtype), tokens, ranks))
+
+        def product(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
+            assert values is not None
+            return fprop(values, weight, None, rows, w_row, self.dtype, out=out)
+
+        y = self.sharing.product_sum(product, x_row, x, weight.shape[0], self.dtype).wait()
         y = y if bias is None else y + bias.to(self.dtype)
         return ForwardResult(y, save_operand(x_col if needs.weight else None), save_operand(w_col if needs.x else None))
 
@@ -155,11 +218,18 @@ class RowParallelPlan(NamedTuple):
         # an unquantized wgrad takes the values that an unquantized dgrad has gathered
         shares = rows is not None and recipe.dgrad is None and recipe.wgrad is None
         columns = sharing.gather(col, grad, grad.dtype, along=True) if wanted.weight and not shares else None
-        dx = dw = None
-        dy_row, values = (None, None) if rows is None else rows.wait(casts.spec("dgrad_dy", grad))
+        dx = dw = dy_row = values = None
         if needs.x:
+            assert rows is not None
             w_col = casts.column(saved.w_col, saved.weight, "dgrad_w")
-            dx = dgrad(grad if values is None else values, dy_row, saved.weight, w_col, self.dtype)
+
+            def product(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
+                return dgrad(grad if values is None else values, rows, saved.weight, w_col, self.dtype, out=out)
+
+            cast = casts.spec("dgrad_dy", grad)
+            dx, dy_row, values = rows.multiply(product, cast, saved.weight.shape[1], self.dtype)
+        elif rows is not None:
+            dy_row, values = rows.wait(casts.spec("dgrad_dy", grad))
         if needs.weight:
             x_col = casts.column(saved.x_col, saved.x, "wgrad_x")
             if requantizes:

@@ -26,16 +26,18 @@ from ..formats.checks import in_words
 from ..nn.linear import Linear
 from ..nn.mlp import SwiGLU, is_plain
 from .gathered_activation import GatheredActivation
+from .overlap.choice import OVERLAPS, Overlap
 from .tensor_parallel import column_parallel, refuse_stochastic_mlp, row_parallel, swiglu_parallel
 from .tokens import WGRADS, Wgrad
 
 
 class Call(NamedTuple):
     """How a layer is called.  sequence_dim: axis of activations along which tokens are sharded.  wgrad: source of
-    gathered columns, see `column_parallel`."""
+    gathered columns.  overlap: whether communication runs beside products. See `column_parallel`."""
 
     sequence_dim: int
     wgrad: Wgrad
+    overlap: Overlap = "auto"
 
 
 class ColumnParallelLinear(Linear):
@@ -55,6 +57,7 @@ class ColumnParallelLinear(Linear):
             recipe=self.recipe_now,
             gather_dim=self.how.sequence_dim,
             wgrad=self.how.wgrad,
+            overlap=self.how.overlap,
             rounding=rounding,
             weight_operands=operands,
         )
@@ -74,6 +77,7 @@ class PackedColumnParallelLinear(ColumnParallelLinear):
             recipe=self.recipe_now,
             gather_dim=self.how.sequence_dim,
             wgrad=self.how.wgrad,
+            overlap=self.how.overlap,
         )
         return unchanged_until_backward(y, self.weight)
 
@@ -107,6 +111,7 @@ class RowParallelLinear(Linear):
             recipe=self.recipe_now,
             scatter_dim=self.how.sequence_dim,
             wgrad=self.how.wgrad,
+            overlap=self.how.overlap,
             rounding=rounding,
             weight_operands=operands,
         )
@@ -137,6 +142,7 @@ class ParallelSwiGLU(SwiGLU):
             recipe=first.recipe_now,
             token_dim=self.how.sequence_dim,
             wgrad=self.how.wgrad,
+            overlap=self.how.overlap,
         )
         return unchanged_until_backward(y, first.weight, second.weight)
 
@@ -146,12 +152,13 @@ class ParallelSwiGLU(SwiGLU):
 
 class _SequenceStyle(ParallelStyle):
     """Options of the styles.  sequence_dim: axis of activations along which tokens are sharded, 1 for [B, S, K].
-    wgrad: "owner" or "requantized", see `column_parallel`."""
+    wgrad: "owner" or "requantized".  overlap: "auto", "on" or "off". See `column_parallel`."""
 
-    def __init__(self, *, sequence_dim: int = 1, wgrad: Wgrad = "owner") -> None:
+    def __init__(self, *, sequence_dim: int = 1, wgrad: Wgrad = "owner", overlap: Overlap = "auto") -> None:
         super().__init__()
         check_name(wgrad, WGRADS, "source of columns")
-        self.how = Call(sequence_dim, wgrad)
+        check_name(overlap, OVERLAPS, "overlap")
+        self.how = Call(sequence_dim, wgrad, overlap)
 
     def _check(self, module: torch.nn.Module, kind: type[torch.nn.Module], mesh: DeviceMesh) -> None:
         if type(module) is not kind:
@@ -189,7 +196,8 @@ class ColwiseParallel(_SequenceStyle):
     """Cut the outputs of a `blockscale.nn.Linear`: x of this rank's tokens, y of all tokens [.., N/ranks]. Codes of x
     are gathered.
 
-    sequence_dim: axis of x along which the tokens of the ranks lie, 1 for [B, S, K].  wgrad: as for `column_parallel`.
+    sequence_dim: axis of x along which the tokens of the ranks lie, 1 for [B, S, K].  wgrad, overlap: as for
+    `column_parallel`.
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:

@@ -41,6 +41,7 @@ from ..formats.stochastic import Stochastic
 from .agreement import check_same_call
 from .collectives import Ranks, Tokens, ranks_of
 from .gathered_activation import GatheredActivation
+from .overlap.choice import Overlap, link_for
 from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan, Sharing
 from .tokens import WGRADS, Wgrad, check_columns, tokens_of, with_size
@@ -55,6 +56,7 @@ def column_parallel(
     recipe: str | Recipe = "fp8_blockwise",
     gather_dim: int = 0,
     wgrad: Wgrad = "owner",
+    overlap: Overlap = "auto",
     rounding: Stochastic | None = None,
     weight_operands: Pair | None = None,
 ) -> Tensor:
@@ -84,8 +86,10 @@ def column_parallel(
         return y.view(*x.shape[:-1], weight.shape[0])
     tokens = tokens_of(x, "gather_dim", gather_dim, 1)
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
-    check_same_call(ranks, x.device, "column_parallel", *_call(x, weight, bias, recipe, gather_dim, wgrad, needs))
-    sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
+    call = _call(x, weight, bias, recipe, gather_dim, wgrad, needs)
+    check_same_call(ranks, x.device, "column_parallel", *call, overlap)
+    link = link_for(overlap, x, tokens, ranks)
+    sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized, link)
     plan = ColumnParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
     return _run(plan, x, weight, bias, (None, weight_operands)).view(*shape, weight.shape[0])
@@ -100,6 +104,7 @@ def row_parallel(
     recipe: str | Recipe = "fp8_blockwise",
     scatter_dim: int = 0,
     wgrad: Wgrad = "owner",
+    overlap: Overlap = "auto",
     rounding: Stochastic | None = None,
     weight_operands: Pair | None = None,
 ) -> Tensor:
@@ -122,8 +127,10 @@ def row_parallel(
     check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs)
     if rounding is not None and any(needs):
         rounding = _rounding_of_tokens(rounding, tokens, ranks, weight.shape[0])
-    check_same_call(ranks, x.device, "row_parallel", *_call(x, weight, bias, recipe, scatter_dim, wgrad, needs))
-    sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized)
+    call = _call(x, weight, bias, recipe, scatter_dim, wgrad, needs)
+    check_same_call(ranks, x.device, "row_parallel", *call, overlap)
+    link = link_for(overlap, x, tokens, ranks)
+    sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized, link)
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
     return _run(plan, x, weight, bias, (None, weight_operands)).view(*shape, weight.shape[0])
@@ -140,6 +147,7 @@ def swiglu_parallel(
     recipe: str | Recipe = "fp8_blockwise",
     token_dim: int = 0,
     wgrad: Wgrad = "owner",
+    overlap: Overlap = "auto",
     weight_operands: tuple[Pair | None, Pair | None] = (None, None),
 ) -> Tensor:
     """y [.., D] of this rank's tokens x [.., K]: silu(gate) * up between a column-parallel and a row-parallel layer.
@@ -164,6 +172,7 @@ def swiglu_parallel(
             recipe=recipe,
             gather_dim=token_dim,
             wgrad=wgrad,
+            overlap=overlap,
             weight_operands=pair,
         )
         return row_parallel(
@@ -174,6 +183,7 @@ def swiglu_parallel(
             recipe=recipe,
             scatter_dim=token_dim,
             wgrad=wgrad,
+            overlap=overlap,
             weight_operands=other,
         )
     hidden = down_weight.shape[1]
@@ -186,8 +196,9 @@ def swiglu_parallel(
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs[0])
     check_columns(recipe, ("dgrad_dy", "wgrad_dy"), tokens, wgrad, needs[1])
     call = _call(x, gate_up_weight, gate_up_bias, recipe, token_dim, wgrad, needs[0])
-    check_same_call(ranks, x.device, "swiglu_parallel", *call, tuple(down_weight.shape), down_bias is None, *needs[1])
-    sharing = Sharing(ranks, tokens, wgrad == "requantized")
+    call = *call, tuple(down_weight.shape), down_bias is None, *needs[1], overlap
+    check_same_call(ranks, x.device, "swiglu_parallel", *call)
+    sharing = Sharing(ranks, tokens, wgrad == "requantized", link_for(overlap, x, tokens, ranks))
     plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
     call_state = (None, *weight_operands)
     if not any((*needs[0], *needs[1])):

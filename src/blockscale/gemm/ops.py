@@ -133,9 +133,17 @@ def scaled_mm_add_(acc: Tensor, a: BlockScaled, b: BlockScaled) -> None:
 
 
 def multiply(
-    a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None
+    a: BlockScaled,
+    b: BlockScaled,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    accumulate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_mm` without argument checks."""
+    """`scaled_mm` without argument checks.  out: contiguous rows that take the result, in eager code alone."""
+    if out is not None:
+        _launch(a, b, out, bias, accumulate=False)
+        return out
     if accumulate is None:
         return scaled_mm(a, b, bias, out_dtype)
     scaled_mm_add_(accumulate, a, b)

@@ -1,0 +1,187 @@
+"""Rows among the ranks of a group, moved beside the products of this rank: gathers that pull and sums that push.
+
+**Gather.** A rank puts its rows into its own memory and tells the others, who copy them when they want them, in the
+order rank + 1, rank + 2, ... A product of the rows of one rank needs these alone.
+
+**Reduce-scatter.** Partial rows go into the memory of the rank that owns them as soon as a product has made them,
+own rows last. The owner adds them in the order of ranks, in fp32, and rounds once: the bits do not depend on arrival.
+
+No barrier between calls: two slots are enough. A rank stages call n + 2 after it has finished n + 1, so it has seen
+every other rank stage n + 1, which that rank does after its last read of call n. Sums are the same through their
+parts, if a call is finished before the next one starts, which `Link` checks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...library import empty
+from ..collectives import Ranks
+from .arena import SharedArena
+from .side import CopyThread
+
+_SMALLEST = 1 << 16
+_SLOTS = 2
+
+
+class Link:
+    """Arenas, side stream and numbers of calls of a group, which all of its layers share."""
+
+    _LINKS: ClassVar[dict[str, Link]] = {}
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), group.size()
+        self.side = CopyThread()
+        self.gathers = self.sums = 0
+        self.is_summing = False
+        self._arenas: dict[str, SharedArena] = {}
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> Link:
+        """The link of a group. Calls follow one another in the same order on all of its ranks."""
+        group = dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
+        found = cls._LINKS.get(ranks.name)
+        if found is None or found.group is not group:
+            found = cls._LINKS[ranks.name] = Link(group)
+        return found
+
+    def others(self) -> list[int]:
+        """The other ranks in the order in which this rank exchanges rows with them."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def arena(self, kind: str, size: int) -> SharedArena:
+        """The arena of a kind of call, with room for two slots of this size. It grows on all ranks in the same call."""
+        found = self._arenas.get(kind)
+        if found is None or found.size < _SLOTS * size:
+            room = max(_SMALLEST, 1 << (_SLOTS * size - 1).bit_length())
+            found = self._arenas[kind] = SharedArena(self.group, room)
+        return found
+
+    def gather(self, pieces: Sequence[Tensor]) -> Gathering:
+        """Start to gather tensors [rows, ...] of this rank, equal in shape on all ranks."""
+        self.gathers += 1
+        return Gathering(self, [piece.contiguous() for piece in pieces], self.gathers)
+
+    def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> Summation:
+        """Start a sum over ranks of rows [rows, N] for each rank."""
+        assert not self.is_summing, "a sum ends before the next one starts"
+        self.sums, self.is_summing = self.sums + 1, True
+        return Summation(self, shape, dtype, self.sums)
+
+
+class Gathering:
+    """A gather in progress.  whole: tensors [ranks * rows, ...], whose rows of a rank are there once it has arrived."""
+
+    def __init__(self, link: Link, pieces: list[Tensor], call: int) -> None:
+        self.link, self.call, self.rows = link, call, pieces[0].shape[0]
+        self._sizes = [piece.numel() * piece.element_size() for piece in pieces]
+        self._arena = link.arena("gather", sum(self._sizes))
+        self.whole = [empty((link.ranks * self.rows, *piece.shape[1:]), piece.dtype, piece.device) for piece in pieces]
+        for piece, staged, own in zip(pieces, self._slot(link.rank), self.parts(link.rank), strict=True):
+            staged.copy_(_bytes(piece))
+            own.copy_(piece)
+        for rank in link.others():
+            self._arena.signal(rank, link.rank, call)
+        self._copies = {rank: link.side.run(functools.partial(self._pull, rank)) for rank in link.others()}
+
+    def parts(self, rank: int) -> list[Tensor]:
+        """Rows of a rank in each of `whole`."""
+        return [each[rank * self.rows : (rank + 1) * self.rows] for each in self.whole]
+
+    def arrivals(self) -> Iterator[int]:
+        """Ranks whose rows are there: this rank first, then the others as they arrive. All must be taken."""
+        yield self.link.rank
+        for rank in self.link.others():
+            self._wait(rank)
+            yield rank
+
+    def _wait(self, rank: int) -> None:
+        """Wait for the copy of a rank's rows."""
+        self.link.side.join(self._copies[rank])
+
+    def _pull(self, rank: int) -> None:
+        """Copy the rows of a rank, on the side stream."""
+        self._wait_staged(rank)
+        for part, staged in zip(self.parts(rank), self._slot(rank), strict=True):
+            _bytes(part).copy_(staged)
+
+    def _wait_staged(self, rank: int) -> None:
+        """Wait until a rank has staged its rows of this call."""
+        self._arena.wait(rank, self.call, rank)
+
+    def _slot(self, rank: int) -> Sequence[Tensor]:
+        """Bytes of each piece in the memory of a rank."""
+        start = self._arena.size // _SLOTS * slot_of(self.call)
+        return self._arena.data[rank][start : start + sum(self._sizes)].split(self._sizes)
+
+
+class Summation:
+    """A sum over ranks in progress: `push` for every rank in the order of `destinations`, then `finish`."""
+
+    def __init__(self, link: Link, shape: tuple[int, int], dtype: torch.dtype, call: int) -> None:
+        self.link, self.shape, self.dtype, self.call = link, shape, dtype, call
+        self._size = shape[0] * shape[1] * dtype.itemsize
+        self._arena = link.arena("sum", link.ranks * self._size)
+        self._own: Tensor | None = None
+        self._copies: list[Future[None]] = []
+
+    def destinations(self) -> list[int]:
+        """Owners of rows in the order in which their parts are best made: own rows last."""
+        return [*self.link.others(), self.link.rank]
+
+    def push(self, rank: int, part: Tensor) -> None:
+        """Send this rank's part of the rows [rows, N] that a rank owns."""
+        if rank == self.link.rank:
+            self._own = part
+        else:
+            self._copies.append(self.link.side.run(functools.partial(self._store, rank, part)))
+
+    def finish(self) -> Tensor:
+        """The sum of this rank's rows [rows, N]: parts are added in the order of ranks in fp32, and rounded once."""
+        assert self._own is not None
+        total: Tensor | None = None
+        for rank in range(self.link.ranks):
+            if rank != self.link.rank:
+                self._wait_arrived(rank)
+            part = self._own if rank == self.link.rank else self._slot(self.link.rank, rank)
+            total = part.float() if total is None else total.add_(part)
+        self._join()
+        self.link.is_summing = False
+        assert total is not None
+        return total.to(self.dtype)
+
+    def _store(self, rank: int, part: Tensor) -> None:
+        """Copy a part into the memory of its owner and tell it, on the side stream."""
+        self._slot(rank, self.link.rank).copy_(part)
+        self._arena.signal(rank, self.link.rank, self.call)
+
+    def _wait_arrived(self, rank: int) -> None:
+        """Wait until the part of a rank is here."""
+        self._arena.wait(rank, self.call, rank)
+
+    def _join(self) -> None:
+        """Wait until all own parts have left, whose memory is then free."""
+        for copy in self._copies:
+            self.link.side.join(copy)
+
+    def _slot(self, owner: int, source: int) -> Tensor:
+        """Where the part of a source lies in the memory of an owner."""
+        start = self._arena.size // _SLOTS * slot_of(self.call) + source * self._size
+        return self._arena.data[owner][start : start + self._size].view(self.dtype).view(self.shape)
+
+
+def slot_of(call: int) -> int:
+    """Which of the two slots a call uses. They are the halves of an arena, whatever the sizes of the calls are."""
+    return call % _SLOTS
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Bytes of a contiguous tensor, flat."""
+    return x.view(torch.uint8).flatten() if x.dtype != torch.uint8 else x.view(-1)

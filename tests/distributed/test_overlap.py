@@ -1,0 +1,88 @@
+"""Products beside the rows that they need or make: the bits of the plain path, and waits that cannot be left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+from blockscale.distributed.overlap.arena import SharedArena
+from support.overlapped import WITHOUT, run
+from support.ranks import start_ranks
+
+GATHER, SUM = "all_gather_into_tensor_coalesced", "all_reduce"
+
+
+def results_of(ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What every rank found; errors are shown."""
+    start_ranks(run, (ranks, str(folder)), ranks)
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for each in found:
+        wrong = {label: text for label, text in each.items() if isinstance(text, str) and "Traceback" in text}
+        assert not wrong, f"{len(wrong)} of {len(each)} failed, first: {next(iter(wrong.items()))}"
+    return found
+
+
+def check_layers(label: str, found: dict[str, Any], ranks: int) -> None:
+    """The bits of collectives before and after products, but for sums over more than two ranks."""
+    sums = ("y", "x")
+    assert {name for name, wrong in found["differ"].items() if wrong} <= (set(sums) if ranks > 2 else set()), label
+    # a collective rounds after each addition, and the link once
+    assert all(off <= ranks * 2**-8 for off in found["off"].values()), label
+    assert found["y of parts"], "parts are added in the order of ranks, and rounded once"
+    # only columns for weight gradients still travel by collectives, and sums of biases
+    columns = {"layers pow2 requantized": 0, "layers bf16": 1}.get(label, 2)
+    assert found["calls"] == [SUM] * ("bias" in label) + [GATHER] * columns, label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks(tmp_path: Path, ranks: int):
+    """One test for all cases, since starting ranks costs seconds; see support/overlapped.py. Faults are in
+    test_failures.py."""
+    before = set(Path("/dev/shm").glob("blockscale-*"))
+    for found in results_of(ranks, tmp_path):
+        layers = [label for label in found if label.startswith("layers")]
+        assert len(layers) == (5 if ranks == 2 else 3)
+        for label in layers:
+            check_layers(label, found[label], ranks)
+        assert found["many calls"] == {"wrong": 0, "calls": 100}
+        if ranks == 2:
+            check_two(found)
+    assert not set(Path("/dev/shm").glob("blockscale-*")) - before, "a file of an arena is left behind"
+
+
+def check_two(found: dict[str, Any]) -> None:
+    for wgrad in ("mlp mxfp8", "mlp mxfp8 requantized"):
+        assert found[wgrad] == {"y": 0, "x": 0, "gate_up": 0, "down": 0}
+    losses = found["trained"]
+    assert losses["on"] == losses["off"]
+    assert len(set(losses["on"])) == 4
+    assert found["evaluated"]
+    assert "must match the size" in found["failing copy"]
+    assert found["sum within sum"] == "a sum ends before the next one starts"
+    assert found["shared link"]
+    said = found["refusals"]
+    assert "one of auto, on, off" in said["name"]
+    assert "tokens in 2 runs" in said["runs"]
+    assert "one rank" in said["alone"]
+    assert "compiled code" in said["compiled"]
+    for name in WITHOUT:
+        assert found[f"without {name}"]["with"] == 0, name
+        assert found[f"without {name}"]["without"] > 0, f"{name} is not needed"
+
+
+def test_a_flag_passes_2_to_the_31():
+    """The comparison of numbers of calls by the sign of their difference."""
+    arena = SharedArena.__new__(SharedArena)
+    arena.rank, arena.flags = 0, [torch.zeros(4, dtype=torch.int32)]
+    for written, wanted, behind in ((5, 5, False), (5, 6, True), (2**31 - 1, 2**31, True), (2**31 + 3, 2**31, False)):
+        arena.signal(0, 1, written)
+        assert arena.is_behind(1, wanted) == behind

@@ -1,0 +1,326 @@
+"""One rank of tests/distributed/test_overlap.py: layers whose rows travel beside products, and what moves them.
+
+In a module of its own because a spawned process imports it by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import blockscale as bs
+from blockscale.autograd import get_recipe, linear
+from blockscale.autograd.recipe import Recipe
+from blockscale.distributed import column_parallel, row_parallel, swiglu_parallel
+from blockscale.distributed.collectives import ranks_of
+from blockscale.distributed.overlap import link as link_module
+from blockscale.distributed.overlap.link import Gathering, Link, Summation
+from blockscale.errors import BlockscaleError
+from support.tokens_sharded import FP8_POW2, Data, Sizes, Wire, data, part_of, two_layers, world
+
+Case = tuple[str, Callable[[], Any]]
+
+
+def sizes() -> Sizes:
+    """The smallest that give every rank a whole block of tokens and of hidden units."""
+    ranks = dist.get_world_size()
+    return Sizes((128 * ranks,), 128, 128 * ranks)
+
+
+def on_ranks(part: Data, recipe: Recipe, wgrad: Any, overlap: Any) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"group": world(), "recipe": recipe, "wgrad": wgrad, "overlap": overlap}
+    return two_layers(
+        part,
+        lambda x, w, b: column_parallel(x, w, b, **options),
+        lambda x, w, b: row_parallel(x, w, b, **options),
+    )
+
+
+def layers(recipe: Recipe, wgrad: str = "owner", *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Two layers, overlapped and not: values that differ by name, and the collectives of the overlapped ones."""
+    part = part_of(data(sizes(), dtype, bias=bias), sizes())
+    plain = on_ranks(part, recipe, wgrad, "off")
+    on_ranks(part, recipe, wgrad, "on")  # buffers grow by collectives
+    with Wire() as wire:
+        found = on_ranks(part, recipe, wgrad, "on")
+    assert found.keys() == plain.keys()
+    differ = {name: int((found[name] != plain[name]).sum()) for name in found}
+    off = {name: float((found[name] - plain[name]).abs().max() / plain[name].abs().max()) for name in ("x", "y")}
+    y = sum_in_order(torch.relu(plain["h"]), part.down, part.down_bias, recipe)
+    return {"differ": differ, "off": off, "y of parts": bool(torch.equal(found["y"], y)), "calls": wire.calls}
+
+
+def sum_in_order(h: Tensor, down: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """y of this rank: parts of all ranks in y's dtype, added in the order of ranks in fp32 and rounded once."""
+    with torch.no_grad():
+        mine = linear(h, down, None, recipe)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    own = [part.chunk(len(parts))[dist.get_rank()].float() for part in parts]
+    y = functools.reduce(torch.add, own).to(mine.dtype)
+    return y if bias is None else y + bias
+
+
+def mlp(name: str, wgrad: str) -> Any:
+    """A SwiGLU of cut hidden units, overlapped and not: values that differ by name."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rng = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(64 * ranks, 128, generator=rng).bfloat16().chunk(ranks)[rank] for _ in range(2))
+    gate_up = (torch.randn(2, 64 * ranks, 128, generator=rng) * 0.1).bfloat16().chunk(ranks, 1)[rank].reshape(-1, 128)
+    down = (torch.randn(128, 64 * ranks, generator=rng) * 0.1).bfloat16().chunk(ranks, 1)[rank].contiguous()
+    results: list[list[Tensor]] = []
+    for overlap in ("off", "on"):
+        leaves = [each.clone().requires_grad_() for each in (x, gate_up, down)]
+        y = swiglu_parallel(*leaves, group=world(), recipe=name, wgrad=wgrad, overlap=overlap)  # pyright: ignore[reportArgumentType]
+        y.backward(grad)
+        results.append([y.detach(), *(each.grad for each in leaves)])  # pyright: ignore[reportArgumentType]
+    return dict(
+        zip(("y", "x", "gate_up", "down"), (int((a != b).sum()) for a, b in zip(*results, strict=True)), strict=True)
+    )
+
+
+def trained(recipe: str) -> Any:
+    """Losses of four steps of a residual MLP of two layers, overlapped and not."""
+    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    losses: dict[str, list[float]] = {}
+    for overlap in ("off", "on"):
+        up, down = part.up.clone().requires_grad_(), part.down.clone().requires_grad_()
+        optimizer, losses[overlap] = torch.optim.SGD([up, down], lr=0.01), []
+        for step in range(4):
+            x = part.x + step
+            options: dict[str, Any] = {"group": world(), "recipe": recipe, "overlap": overlap}
+            h = torch.relu(column_parallel(x, up, **options))
+            loss = (x + row_parallel(h, down, **options) - part.grad).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[overlap].append(loss.item())
+    return losses
+
+
+def evaluated() -> bool:
+    """Layers without gradients, in inference mode, which tensors of a side thread must not leave."""
+    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    found: list[Tensor] = []
+    with torch.inference_mode():
+        for overlap in ("off", "on"):
+            options: dict[str, Any] = {"group": world(), "recipe": "mxfp8", "overlap": overlap}
+            found.append(column_parallel(part.x, part.up, **options))
+    return torch.equal(*found)
+
+
+def refusals() -> dict[str, str]:
+    """Messages of calls that cannot overlap."""
+    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    x = part.x.view(2, -1, 128)
+    calls: dict[str, Callable[[], Any]] = {
+        "name": lambda: column_parallel(part.x, part.up, **options, overlap="yes"),  # pyright: ignore[reportArgumentType]
+        "runs": lambda: column_parallel(x, part.up, **options, gather_dim=1, overlap="on"),
+        "alone": lambda: column_parallel(part.x, part.up, group=alone, recipe="mxfp8", overlap="on"),
+        "compiled": lambda: column_parallel(part.x, part.up, **options, overlap="on"),
+    }
+    found: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            with patch.object(torch.compiler, "is_compiling", lambda: True) if name == "compiled" else nullcontext():
+                call()
+            found[name] = "no error"
+        except BlockscaleError as error:
+            found[name] = str(error)
+    return found
+
+
+# ---- the link ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(call: int, rank: int, to: int = 0) -> Tensor:
+    """Random rows, whose number and length depend on the call alone."""
+    rng = torch.Generator().manual_seed(call * 100 + rank * 10 + to)
+    return torch.randn(1 + call * 7 % 50, 3 + call % 5, generator=rng).bfloat16()
+
+
+def gathered(link: Link, call: int) -> int:
+    """Values that are wrong after a gather."""
+    wrong = 0
+    gathering = link.gather([rows_of(call, link.rank), rows_of(call, link.rank).float()])
+    for source in gathering.arrivals():
+        wrong += sum(int((rows != rows_of(call, source)).sum()) for rows in gathering.parts(source))
+    return wrong
+
+
+def summed(link: Link, call: int) -> int:
+    """Values that are wrong after a sum."""
+    rows, columns = rows_of(call, 0).shape
+    total = link.sum((rows, columns), torch.bfloat16)
+    for owner in total.destinations():
+        total.push(owner, rows_of(call, link.rank, owner))
+    want = functools.reduce(torch.add, (rows_of(call, source, link.rank).float() for source in range(link.ranks)))
+    return int((total.finish() != want.bfloat16()).sum())
+
+
+def many_calls() -> dict[str, int]:
+    """Calls of random sizes with random pauses, whose numbers pass 2^31."""
+    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    link.gathers = link.sums = 2**31 - 100
+    pauses = torch.Generator().manual_seed(dist.get_rank())
+    wrong = 0
+    for call in range(200):
+        if torch.rand((), generator=pauses) < 0.2:
+            time.sleep(float(torch.rand((), generator=pauses)) * 5e-3)
+        wrong += gathered(link, call) + summed(link, call)
+    return {"wrong": wrong, "calls": link.gathers - 2**31}
+
+
+def late(method: str, kind: Any, seconds: float = 0.3) -> Any:
+    """The first rank is late at one place of a call."""
+    real = getattr(kind, method)
+
+    def delayed(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == 0:
+            time.sleep(seconds)
+        return real(self, *args)
+
+    return patch.object(kind, method, delayed)
+
+
+Check = Callable[[Link, int], int]
+# what is taken out of which calls, and what makes the first rank so late that values must be wrong without it
+WITHOUT: dict[str, Callable[[], tuple[Check, Any, Any]]] = {
+    "the wait of a product for its rows": lambda: (
+        gathered,
+        patch.object(Gathering, "_wait", lambda self, rank: None),
+        late("_pull", Gathering),
+    ),
+    "the wait for rows to be staged": lambda: (
+        gathered,
+        patch.object(Gathering, "_wait_staged", lambda self, rank: None),
+        late("gather", Link),
+    ),
+    "a second slot of rows": lambda: (
+        gathered,
+        patch.object(link_module, "slot_of", lambda call: 0),
+        late("_pull", Gathering),
+    ),
+    "the wait for a part": lambda: (
+        summed,
+        patch.object(Summation, "_wait_arrived", lambda self, rank: None),
+        late("_store", Summation),
+    ),
+    "a second slot of parts": lambda: (
+        summed,
+        patch.object(link_module, "slot_of", lambda call: 0),
+        late("finish", Summation),
+    ),
+}
+
+
+def without(name: str) -> dict[str, int]:
+    """Wrong values of four calls with everything in place, and without one part of it, beside the same late rank."""
+    found: dict[str, int] = {}
+    for label in ("with", "without"):
+        check, removed, adversary = WITHOUT[name]()
+        link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+        for kind in ("gather", "sum"):  # growing is collective, and would end a rank's lead
+            link.arena(kind, 1 << 15)
+        with adversary, removed if label == "without" else nullcontext():
+            wrong = torch.tensor(sum(check(link, call) for call in range(1, 5)))
+            dist.barrier()  # copies that nobody waited for
+        dist.all_reduce(wrong)
+        found[label] = int(wrong)
+    return found
+
+
+def failing_copy() -> str:
+    """The error of a copy on the side stream reaches the caller."""
+    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    total = link.sum((2, 3), torch.float32)
+    for owner in total.destinations():
+        total.push(owner, torch.zeros(2, 3 if owner == link.rank else 4))
+    with patch.object(Summation, "_wait_arrived", lambda self, rank: None):
+        try:
+            total.finish()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def sum_within_sum() -> str:
+    """A sum that starts before the last one has ended would overwrite its parts."""
+    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    link.sum((1, 1), torch.float32)
+    try:
+        link.sum((1, 1), torch.float32)
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def shared_link() -> bool:
+    """Layers of a group share one link."""
+    ranks = ranks_of(world())
+    return Link.of(ranks) is Link.of(ranks)
+
+
+def cases(ranks: int) -> Iterator[Case]:
+    yield "layers fp8_blockwise", functools.partial(layers, get_recipe("fp8_blockwise"))
+    yield "layers mxfp8 bias", functools.partial(layers, get_recipe("mxfp8"), bias=True)
+    yield "layers pow2 requantized", functools.partial(layers, FP8_POW2, "requantized")
+    yield "many calls", many_calls
+    if ranks == 2:
+        yield "layers bf16", functools.partial(layers, get_recipe("bf16"))
+        unquantized = get_recipe("mxfp8").replace(dgrad=None)
+        yield "layers dgrad unquantized", functools.partial(layers, unquantized, dtype=torch.float32)
+        yield "mlp mxfp8", functools.partial(mlp, "mxfp8", "owner")
+        yield "mlp mxfp8 requantized", functools.partial(mlp, "mxfp8", "requantized")
+        yield "trained", functools.partial(trained, "fp8_blockwise")
+        yield "evaluated", evaluated
+        yield "refusals", refusals
+        yield "failing copy", failing_copy
+        yield "sum within sum", sum_within_sum
+        yield "shared link", shared_link
+        for name in WITHOUT:
+            yield f"without {name}", functools.partial(without, name)
+
+
+def run(rank: int, ranks: int, folder: str, only: tuple[str, ...] = ()) -> None:
+    """All cases on one rank; writes {case: what was found, or the error}."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    results: dict[str, Any] = {}
+    # it sums in an order that does not depend on the number of rows
+    with bs.use_backend(gemm="reference"):
+        for label, case in cases(ranks):
+            if only and not any(each in label for each in only):
+                continue
+            start = time.time()
+            try:
+                results[label] = case()
+            except Exception:
+                results[label] = traceback.format_exc(limit=-6)
+            if rank == 0 and "SHOW" in os.environ:
+                print(label, round(time.time() - start, 1), results[label], flush=True)
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import sys
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run, (int(sys.argv[1]), folder, tuple(sys.argv[2:])), nprocs=int(sys.argv[1]))
