@@ -229,7 +229,8 @@ def overlap_gain(
 
     m, n, k: global sizes: rows of all ranks (tokens), out and in features of the whole weight, or of all weights that
     share a gather.  tp, ep: gathers and scatters are over all TP x EP ranks.  payload: name of a recipe.  chunks: one
-    for each rank if None.  product, communication: measured seconds of each alone; modelled if None.
+    for each rank if None.  product, communication: measured seconds of each alone, modelled if None; they must be the
+    same on all ranks.
 
     >>> found = overlap_gain("mm_reduce_scatter", 4096, 12288, 49152, tp=8, machine=overlap_machine("h200"))
     >>> found.decision, found.bound
