@@ -32,7 +32,7 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 _SPARED = re.compile(rf"(\w+?)((?:_(?:{'|'.join(PRODUCTS)}))+)_bf16")
 
 MACHINES = ("a100", "h100", "h800", "h200", "b200", "gb200", "l20", "rtx5090")
-LINKS = ("nvlink3", "nvlink4", "nvlink4-h800", "nvlink5", "pcie4", "infiniband")
+LINKS = ("nvlink3", "nvlink4", "nvlink4-h800", "nvlink5", "pcie4", "pcie5", "infiniband")
 
 
 def check_pair(a: str, b: str) -> None:

@@ -86,6 +86,11 @@ WRONG: list[tuple[str, str]] = [
     ("roofline --inference --microbatches 2", "--microbatches with --inference"),
     ("roofline --inference --accumulate", "--accumulate with --inference"),
     ("roofline --recipes bf16 --advise", "--advise with bf16 alone"),
+    ("roofline overlap --machine h300", "unknown machine"),
+    ("roofline overlap --payload nvfp4", "invalid choice 'nvfp4'"),
+    ("roofline overlap --tp 0", "--tp 0"),
+    ("roofline overlap --ep 2", "--ep 2 with all_gather_mm"),
+    ("roofline overlap --flux --m 8", "--m with --flux"),
 ]
 HARNESS = """
 import contextlib, io, json, sys

@@ -1,7 +1,8 @@
 """Lower bound on the time of a layer on a machine, and so upper bound on the speedup of quantization there.
 
 `linear_cost` and `swiglu_cost` count bytes and FLOPs of every cast and product; `measured` and `nominal` give the
-ceilings of machines; `advise` gives the number of tokens from which on a layer is worth converting.
+ceilings of machines; `advise` gives the number of tokens from which on a layer is worth converting; `overlap_gain` says
+what is won by hiding communication behind a product.
 
 >>> nvfp4 = dict.fromkeys(ROLES, "nvfp4") | {"fprop_w": "nvfp4_16x16", "dgrad_w": "nvfp4_16x16"}
 >>> f"{predicted_speedup(4096, 7168, 18432, nvfp4, nominal('b200')):.2f}"
@@ -35,10 +36,12 @@ from .model import (
     stored_bytes,
     swiglu_cost,
 )
+from .overlap import OPERATIONS, OverlapMachine, Prediction, overlap_gain, overlap_machine
 
 __all__ = [
-    "BF16", "INFERENCE", "LINKS", "MEASURED", "NOMINAL", "ROLES", "TRAINING", "Block", "Ceilings", "CostOf", "Engine",
-    "LinearCost", "Link", "Step", "StepCost", "Transfer", "Use", "advise", "architecture_of", "engine_for",
-    "ep_transfers", "fsdp_transfers", "linear_cost", "link_of", "machine_of", "measured", "nominal", "parallel_cost",
-    "predicted_speedup", "speedup", "stored_bytes", "swiglu_cost", "tp_transfers",
+    "BF16", "INFERENCE", "LINKS", "MEASURED", "NOMINAL", "OPERATIONS", "ROLES", "TRAINING", "Block", "Ceilings",
+    "CostOf", "Engine", "LinearCost", "Link", "OverlapMachine", "Prediction", "Step", "StepCost", "Transfer", "Use",
+    "advise", "architecture_of", "engine_for", "ep_transfers", "fsdp_transfers", "linear_cost", "link_of", "machine_of",
+    "measured", "nominal", "overlap_gain", "overlap_machine", "parallel_cost", "predicted_speedup", "speedup",
+    "stored_bytes", "swiglu_cost", "tp_transfers",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Links between GPUs: bandwidth of one GPU in one direction, latency of a collective, and the basis of both figures.
 
-No figure here was measured by this project, which has run on several CPU ranks and one GPU. `kind` says what a
-bandwidth is: "fitted" to published times of overlapped products, "published" by a library's authors, or "assumed", a
-share of the specification. Latencies are assumed, all of them.
+This project has run on several CPU ranks and one GPU, so no link between GPUs was measured by it. `kind` says what a
+bandwidth is: "measured" by copies between a GPU and its host, "fitted" to published times of overlapped products,
+"published" by a library's authors, or "assumed", a share of the specification. Latencies are assumed, all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import check_name
+
+Kind = Literal["measured", "fitted", "published", "assumed"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Link:
     bandwidth: float
     nominal: float
     latency: float
-    kind: Literal["fitted", "published", "assumed"]
+    kind: Kind
     source: str
 
     def __str__(self) -> str:
@@ -31,9 +33,7 @@ class Link:
         return f"{self.name}: {figures}, {self.latency * 1e6:.0f} µs a collective (assumed)"
 
 
-def _link(
-    name: str, gb_s: float, nominal: float, us: float, kind: Literal["fitted", "published", "assumed"], source: str
-) -> Link:
+def _link(name: str, gb_s: float, nominal: float, us: float, kind: Kind, source: str) -> Link:
     return Link(name, gb_s * 1e9, nominal * 1e9, us * 1e-6, kind, source)
 
 
@@ -54,6 +54,10 @@ LINKS: Mapping[str, Link] = {
     "nvlink5": _link("NVLink 5 of a B200", 643, 900, 20, "published", "the lower of DeepEP's 643 to 740"),
     "pcie4": _link(
         "PCIe 4 x16 of an L20", 21, 32, 30, "fitted", "the times of overlapped products in the paper on Flux"
+    ),
+    "pcie5": _link(
+        "PCIe 5 x16", 55, 63, 30, "measured",
+        "copies between one H200 and pinned host memory, one direction at a time; 94 both ways at once",
     ),
     "infiniband": _link(
         "InfiniBand, 400 Gbit/s for each GPU", 45, 50, 40, "assumed", "nine tenths of the specification"
