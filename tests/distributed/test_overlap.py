@@ -38,7 +38,7 @@ def check_layers(label: str, found: dict[str, Any], ranks: int) -> None:
     assert all(off <= ranks * 2**-8 for off in found["off"].values()), label
     assert found["y of parts"], "parts are added in the order of ranks, and rounded once"
     # only columns for weight gradients still travel by collectives, and sums of biases
-    columns = {"layers pow2 requantized": 0, "layers bf16": 1}.get(label, 2)
+    columns = {"layers pow2 requantized": 0, "layers of sequences": 0, "layers bf16": 1}.get(label, 2)
     assert found["calls"] == [SUM] * ("bias" in label) + [GATHER] * columns, label
 
 
@@ -50,7 +50,7 @@ def test_ranks(tmp_path: Path, ranks: int):
     before = set(Path("/dev/shm").glob("blockscale-*"))
     for found in results_of(ranks, tmp_path):
         layers = [label for label in found if label.startswith("layers")]
-        assert len(layers) == (5 if ranks == 2 else 3)
+        assert len(layers) == (6 if ranks == 2 else 4)
         for label in layers:
             check_layers(label, found[label], ranks)
         assert found["many calls"] == {"wrong": 0, "calls": 100}
@@ -65,13 +65,22 @@ def check_two(found: dict[str, Any]) -> None:
     losses = found["trained"]
     assert losses["on"] == losses["off"]
     assert len(set(losses["on"])) == 4
+    for name, results in (("fp8_1x128", 2), ("mxfp8_e4m3", 2), (None, 3)):
+        assert found[f"operands {name}"] == {"off": [True] * results, "on": [True] * results, "sums": True}, name
+    said = found["refused operands"]
+    assert "without a tensor scale" in said["tensor scale"]
+    assert "both are operands or both tensors" in said["mixed"]
+    assert "both are operands or both tensors" in said["mixed tensors"]
+    assert "no weight" in said["none"]
+    assert "2 biases for 1 weights" in said["biases"]
+    assert "31 rows for 2 ranks" in said["rows"]
     assert found["evaluated"]
     assert "must match the size" in found["failing copy"]
+    assert "bytes of shared memory on rank 1: No space left on device" in found["no memory"]
     assert found["sum within sum"] == "a sum ends before the next one starts"
     assert found["shared link"]
     said = found["refusals"]
     assert "one of auto, on, off" in said["name"]
-    assert "tokens in 2 runs" in said["runs"]
     assert "one rank" in said["alone"]
     assert "compiled code" in said["compiled"]
     for name in WITHOUT:

@@ -42,6 +42,7 @@ def test_measured_figures_are_those_of_the_stored_results() -> None:
     assert found.fp8 == row["peers"]["rowwise fast"]["tflop_s"] * 1e12
     assert f"gemm-h200.jsonl (commit {row['where']['commit']})" in found.source
     casts = [json.loads(line) for line in (RESULTS / "casts-h200.jsonl").read_text().splitlines()]
+    casts = [row for row in casts if row["group"] != "transpose of codes"]  # a later run, with copies of fewer bytes
     copies = [row["copy_gb_s"] for row in casts if row["shape"] == [16384, 8192] and row["copy_gb_s"]]
     assert found.bandwidth == pytest.approx(statistics.median(copies) * 1e9, rel=0.01)
     assert {row["where"]["commit"] for row in casts} == {"3a7a2a0"}

@@ -5,6 +5,7 @@ In a module of its own because a spawned process imports it by name.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -25,32 +26,44 @@ from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import column_parallel, row_parallel, swiglu_parallel
 from blockscale.distributed.collectives import ranks_of
+from blockscale.distributed.overlap import all_gather_mm, mm_reduce_scatter
 from blockscale.distributed.overlap import link as link_module
 from blockscale.distributed.overlap.link import Gathering, Link, Summation
 from blockscale.errors import BlockscaleError
+from support.helpers import same_operand
 from support.tokens_sharded import FP8_POW2, Data, Sizes, Wire, data, part_of, two_layers, world
 
 Case = tuple[str, Callable[[], Any]]
 
 
-def sizes() -> Sizes:
-    """The smallest that give every rank a whole block of tokens and of hidden units."""
+def sizes(sequences: int = 1) -> Sizes:
+    """The smallest that give every rank a whole block of tokens of a sequence, and of hidden units."""
     ranks = dist.get_world_size()
-    return Sizes((128 * ranks,), 128, 128 * ranks)
+    lead = (128 * ranks,) if sequences == 1 else (sequences, 128 * ranks)
+    return Sizes(lead, 128, 128 * ranks, len(lead) - 1)
 
 
 def on_ranks(part: Data, recipe: Recipe, wgrad: Any, overlap: Any) -> dict[str, Tensor]:
+    """Tokens of a rank lie along the axis before the last: in as many runs as there are sequences."""
     options: dict[str, Any] = {"group": world(), "recipe": recipe, "wgrad": wgrad, "overlap": overlap}
+    axis = part.x.dim() - 2
     return two_layers(
         part,
-        lambda x, w, b: column_parallel(x, w, b, **options),
-        lambda x, w, b: row_parallel(x, w, b, **options),
+        lambda x, w, b: column_parallel(x, w, b, gather_dim=axis, **options),
+        lambda x, w, b: row_parallel(x, w, b, scatter_dim=axis, **options),
     )
 
 
-def layers(recipe: Recipe, wgrad: str = "owner", *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
+def layers(
+    recipe: Recipe,
+    wgrad: str = "owner",
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    sequences: int = 1,
+) -> Any:
     """Two layers, overlapped and not: values that differ by name, and the collectives of the overlapped ones."""
-    part = part_of(data(sizes(), dtype, bias=bias), sizes())
+    part = part_of(data(sizes(sequences), dtype, bias=bias), sizes(sequences))
     plain = on_ranks(part, recipe, wgrad, "off")
     on_ranks(part, recipe, wgrad, "on")  # buffers grow by collectives
     with Wire() as wire:
@@ -68,7 +81,7 @@ def sum_in_order(h: Tensor, down: Tensor, bias: Tensor | None, recipe: Recipe) -
         mine = linear(h, down, None, recipe)
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
-    own = [part.chunk(len(parts))[dist.get_rank()].float() for part in parts]
+    own = [part.chunk(len(parts), h.dim() - 2)[dist.get_rank()].float() for part in parts]
     y = functools.reduce(torch.add, own).to(mine.dtype)
     return y if bias is None else y + bias
 
@@ -110,6 +123,61 @@ def trained(recipe: str) -> Any:
     return losses
 
 
+def operands(format: str | None) -> dict[str, Any]:
+    """`all_gather_mm` of two weights and `mm_reduce_scatter`, overlapped and not, beside products of the whole rows.
+    format: of operands; None: bf16 tensors."""
+    rank, ranks, rng = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(0)
+    x, q, k = (torch.randn(rows, 160, generator=rng).bfloat16() for rows in (24 * ranks, 48, 80))
+    bias = torch.randn(48, generator=rng).bfloat16()
+
+    def cast(values: Tensor) -> Any:
+        return values if format is None else bs.quantize(values, format, scale_layout="plain")
+
+    whole, weights, biases = cast(x), (cast(q), cast(k)), [bias, None]
+    times: Any = torch.nn.functional.linear if format is None else bs.scaled_mm
+    want = [times(whole, w, bias=b) for w, b in zip(weights, biases, strict=True)]
+    found: dict[str, Any] = {}
+    parts = cast(torch.randn(24 * ranks, 160, generator=torch.Generator().manual_seed(1 + rank)).bfloat16())
+    for overlap in ("off", "on"):
+        options: dict[str, Any] = {"group": world(), "overlap": overlap}
+        results, rows = all_gather_mm(cast(x.chunk(ranks)[rank]), *weights, biases=biases, **options)
+        found[overlap] = [torch.equal(a, b) for a, b in zip(results, want, strict=True)]
+        if format is None:
+            found[overlap].append(torch.equal(rows, x))
+        else:
+            same_operand(rows, whole)
+        found[f"sum {overlap}"] = mm_reduce_scatter(parts, weights[0], **options).float().tolist()
+    found["sums"] = found.pop("sum on") == found.pop("sum off")
+    return found
+
+
+def refused_operands() -> dict[str, str]:
+    """Messages of operands that do not travel, or that no product combines."""
+    x = torch.randn(32, 128)
+    q, square = bs.quantize(x, "mxfp8_e4m3", scale_layout="plain"), bs.quantize(x, "nvfp4", scale_layout="plain")
+    calls: dict[str, Callable[[], Any]] = {
+        "tensor scale": lambda: all_gather_mm(square, square, group=world()),
+        "mixed": lambda: all_gather_mm(q, x, group=world()),
+        "mixed tensors": lambda: all_gather_mm(x, q, group=world()),
+        "none": lambda: all_gather_mm(q, group=world()),
+        "biases": lambda: all_gather_mm(q, q, group=world(), biases=[None, None]),
+        "rows": lambda: mm_reduce_scatter(x[:31], x, group=world()),
+    }
+    return said_by(calls)
+
+
+def said_by(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """Errors of calls as text."""
+    found: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "no error"
+        except BlockscaleError as error:
+            found[name] = str(error)
+    return found
+
+
 def evaluated() -> bool:
     """Layers without gradients, in inference mode, which tensors of a side thread must not leave."""
     part = part_of(data(sizes(), torch.bfloat16), sizes())
@@ -126,22 +194,13 @@ def refusals() -> dict[str, str]:
     part = part_of(data(sizes(), torch.bfloat16), sizes())
     options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    x = part.x.view(2, -1, 128)
     calls: dict[str, Callable[[], Any]] = {
         "name": lambda: column_parallel(part.x, part.up, **options, overlap="yes"),  # pyright: ignore[reportArgumentType]
-        "runs": lambda: column_parallel(x, part.up, **options, gather_dim=1, overlap="on"),
         "alone": lambda: column_parallel(part.x, part.up, group=alone, recipe="mxfp8", overlap="on"),
-        "compiled": lambda: column_parallel(part.x, part.up, **options, overlap="on"),
     }
-    found: dict[str, str] = {}
-    for name, call in calls.items():
-        try:
-            with patch.object(torch.compiler, "is_compiling", lambda: True) if name == "compiled" else nullcontext():
-                call()
-            found[name] = "no error"
-        except BlockscaleError as error:
-            found[name] = str(error)
-    return found
+    with patch.object(torch.compiler, "is_compiling", lambda: True):
+        compiled = said_by({"compiled": lambda: column_parallel(part.x, part.up, **options, overlap="on")})
+    return said_by(calls) | compiled
 
 
 # ---- the link ------------------------------------------------------------------------------------------------------
@@ -158,7 +217,8 @@ def gathered(link: Link, call: int) -> int:
     wrong = 0
     gathering = link.gather([rows_of(call, link.rank), rows_of(call, link.rank).float()])
     for source in gathering.arrivals():
-        wrong += sum(int((rows != rows_of(call, source)).sum()) for rows in gathering.parts(source))
+        (span,) = gathering.spans(source)
+        wrong += sum(int((whole[span] != rows_of(call, source)).sum()) for whole in gathering.whole)
     return wrong
 
 
@@ -238,7 +298,7 @@ def without(name: str) -> dict[str, int]:
             link.arena(kind, 1 << 15)
         with adversary, removed if label == "without" else nullcontext():
             wrong = torch.tensor(sum(check(link, call) for call in range(1, 5)))
-            dist.barrier()  # copies that nobody waited for
+            dist.barrier()  # copies without a wait
         dist.all_reduce(wrong)
         found[label] = int(wrong)
     return found
@@ -254,6 +314,18 @@ def failing_copy() -> str:
         try:
             total.finish()
         except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def no_memory() -> str:
+    """The error of all ranks if the last one gets no shared memory."""
+    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    full = patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full if link.rank == link.ranks - 1 else nullcontext():
+        try:
+            link.arena("gather", 1 << 14)
+        except BlockscaleError as error:
             return str(error)
     return "no error"
 
@@ -279,6 +351,7 @@ def cases(ranks: int) -> Iterator[Case]:
     yield "layers fp8_blockwise", functools.partial(layers, get_recipe("fp8_blockwise"))
     yield "layers mxfp8 bias", functools.partial(layers, get_recipe("mxfp8"), bias=True)
     yield "layers pow2 requantized", functools.partial(layers, FP8_POW2, "requantized")
+    yield "layers of sequences", functools.partial(layers, FP8_POW2, "requantized", sequences=3)
     yield "many calls", many_calls
     if ranks == 2:
         yield "layers bf16", functools.partial(layers, get_recipe("bf16"))
@@ -287,9 +360,13 @@ def cases(ranks: int) -> Iterator[Case]:
         yield "mlp mxfp8", functools.partial(mlp, "mxfp8", "owner")
         yield "mlp mxfp8 requantized", functools.partial(mlp, "mxfp8", "requantized")
         yield "trained", functools.partial(trained, "fp8_blockwise")
+        for name in ("fp8_1x128", "mxfp8_e4m3", None):
+            yield f"operands {name}", functools.partial(operands, name)
+        yield "refused operands", refused_operands
         yield "evaluated", evaluated
         yield "refusals", refusals
         yield "failing copy", failing_copy
+        yield "no memory", no_memory
         yield "sum within sum", sum_within_sum
         yield "shared link", shared_link
         for name in WITHOUT:

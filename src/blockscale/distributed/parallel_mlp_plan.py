@@ -27,8 +27,9 @@ from ..formats.stochastic import Stochastic
 from ..formats.tensor import BlockScaled
 from ..grouped import Routing
 from .collectives import all_reduce, wait
-from .overlap.products import RowsProduct
-from .parallel_plans import Pending, Sharing, plain, requantized
+from .overlap.products import Times
+from .overlap.sharing import Pending, Sharing
+from .parallel_plans import layout_of, plain, requantized
 
 
 class ParallelMLPPlan(NamedTuple):
@@ -54,10 +55,10 @@ class ParallelMLPPlan(NamedTuple):
         down_row, down_col = call_state[2] or second.weight(weights[1], save=needs.x and saves_weights)
         assert gate_up_row is not None
         assert down_row is not None
-        into_hidden, cast = self._times(gate_up_row, self.dtype, biases[0]), first.spec("fprop_x", x)
-        gate_up, x_row, _ = pending.multiply(into_hidden, cast, weights[0].shape[0], self.dtype)
-        h_row, out = second.swiglu(gate_up, "fprop_x"), self._times(down_row, self.dtype)
-        y = sharing.product_sum(out, h_row, gate_up, weights[1].shape[0], self.dtype).wait()
+        times, layout = self._times(gate_up_row, self.dtype, biases[0]), layout_of(first.spec("fprop_x", x))
+        (gate_up,), x_row, _ = pending.multiply([times], layout, self.dtype)
+        times = self._times(down_row, self.dtype)
+        y = sharing.product_sum(times, second.swiglu(gate_up, "fprop_x"), None, self.dtype).wait()
         y = y if biases[1] is None else y + biases[1].to(self.dtype)
         saved = None if not first_needs.weight else x_row if sharing.requantizes else col
         return MLPForwardResult(
@@ -86,27 +87,24 @@ class ParallelMLPPlan(NamedTuple):
             x_col = plain(first).column(saved.x_col, saved.x, "wgrad_x")
             x_columns = sharing.gather(x_col, grad, grad.dtype, along=True)
         dx = dw_gate_up = dw_down = db_gate_up = row = col = hidden = None
-        dy_row, cast_dy = None, second.spec("dgrad_dy", grad)
+        dy_row, layout = None, layout_of(second.spec("dgrad_dy", grad))
         if needs.x:
             assert gate_up is not None
             assert rows is not None
             down_col = second.column(saved.down_col, weights[1], "dgrad_w")
             assert down_col is not None
-            into_hidden = self._times(down_col.operand, gate_up.dtype)
-            dh, dy_row, _ = rows.multiply(into_hidden, cast_dy, weights[1].shape[1], gate_up.dtype)
+            (dh,), dy_row, _ = rows.multiply([self._times(down_col.operand, gate_up.dtype)], layout, gate_up.dtype)
             if first_needs.x or first_needs.weight:
                 cast = second.spec("wgrad_x", gate_up) if needs.weight else None
                 row, col, hidden = first.swiglu_gradient(dh, gate_up, cast)
             if first_needs.bias:
                 db_gate_up = swiglu_bias_gradient(dh, gate_up)
         elif rows is not None:
-            dy_row, _ = rows.wait(cast_dy)
+            dy_row, _ = rows.wait(layout)
         if first_needs.x:
             gate_up_col = first.column(saved.gate_up_col, weights[0], "dgrad_w")
             assert gate_up_col is not None
-            assert gate_up is not None
-            out = self._times(gate_up_col.operand, self.dtype)
-            dx = sharing.product_sum(out, row, gate_up, weights[0].shape[1], self.dtype)
+            dx = sharing.product_sum(self._times(gate_up_col.operand, self.dtype), row, None, self.dtype)
         if needs.weight:
             assert gate_up is not None
             hidden = second.swiglu(gate_up, "wgrad_x", axis=-2) if hidden is None else hidden
@@ -120,14 +118,14 @@ class ParallelMLPPlan(NamedTuple):
         return Gradients(dx, dw_gate_up, dw_down, db_gate_up, db_down)
 
     @staticmethod
-    def _times(w: BlockScaled, dtype: torch.dtype, bias: Tensor | None = None) -> RowsProduct:
+    def _times(w: BlockScaled, dtype: torch.dtype, bias: Tensor | None = None) -> Times:
         """The product of rows with a weight's operand."""
 
         def multiply(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
             assert rows is not None
             return product(rows, w, dtype, bias=bias, out=out)
 
-        return multiply
+        return Times(multiply, w.shape[0])
 
     @staticmethod
     def _columns(
@@ -136,7 +134,7 @@ class ParallelMLPPlan(NamedTuple):
         """Column operand of all tokens: gathered, or cast from gathered rows."""
         cast = casts.quantized_spec(role, like)
         if pending is not None:
-            return pending.wait(cast)[0]
+            return pending.wait(layout_of(cast))[0]
         assert rows is not None
         return requantized(rows, cast)
 

@@ -7,7 +7,7 @@ layout of the product after the gather.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,9 @@ from ..formats.cast_spec import Cast
 from ..formats.tensor import BlockScaled
 from ..grouped import Routing
 from . import underflows
-from .collectives import (
-    PendingOperand,
-    PendingValues,
-    Ranks,
-    Tokens,
-    all_reduce,
-    gather_operand,
-    gather_values,
-    reduce_scatter,
-    wait,
-)
-from .overlap.link import Link
-from .overlap.products import PendingRows, RowsProduct, sum_of_products
+from .collectives import all_reduce, wait
+from .overlap.products import Times
+from .overlap.sharing import Pending, Sharing
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -43,85 +33,6 @@ class PlainCasts(Casts):
         """As `Casts.spec`, in plain layout."""
         found = super().spec(role, like)
         return None if found is None else found._replace(plan=replace(found.plan, layout="plain"))
-
-
-class Sharing(NamedTuple):
-    """How ranks share a layer.  tokens: of a rank, among those of all.  requantizes: whether column operands of tokens
-    that were gathered are cast from the gathered rows; else their owners cast them.  link: moves rows beside products;
-    without one a collective comes before a product or after it."""
-
-    ranks: Ranks
-    tokens: Tokens
-    requantizes: bool
-    link: Link | None = None
-
-    def gather(self, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, *, along: bool = False) -> Pending:
-        """Start to gather an operand, or without one the values of x in this dtype.  along: of columns."""
-        if self.link is not None and not along:
-            return PendingRows.start(q, x, dtype, self.link)
-        if q is None:
-            return PendingCollective(None, gather_values(matrix(x).to(dtype), self.tokens, self.ranks))
-        return PendingCollective(gather_operand(q.operand, self.tokens, self.ranks, along=along), None)
-
-    def product_sum(
-        self, product: RowsProduct, q: BlockScaled | None, values: Tensor, columns: int, dtype: torch.dtype
-    ) -> PendingSum:
-        """Start the sum over ranks of product(rows of all tokens) [M, columns]: of this rank's tokens.  q: operand of
-        the rows; without one their values are multiplied."""
-        if self.link is None:
-            return PendingTotal(reduce_scatter(product(q, values, None), self.tokens, self.ranks))
-        return sum_of_products(self.link, product, q, values, columns, dtype)
-
-
-class Pending(Protocol):
-    """Tokens that are being gathered: an operand, or values of an unquantized product."""
-
-    def wait(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
-        """The operand of all tokens in the layout of a cast, or their values."""
-        ...
-
-    def multiply(
-        self, product: RowsProduct, cast: Cast | None, columns: int, dtype: torch.dtype
-    ) -> tuple[Tensor, BlockScaled | None, Tensor | None]:
-        """product(all tokens) [M, columns] in this dtype, and the tokens as `wait` returns them."""
-        ...
-
-
-class PendingSum(Protocol):
-    """A sum over ranks that is in progress."""
-
-    def wait(self) -> Tensor:
-        """The sum of this rank's rows."""
-        ...
-
-
-class PendingTotal(NamedTuple):
-    """A sum by a collective."""
-
-    total: Tensor
-
-    def wait(self) -> Tensor:
-        return wait(self.total)
-
-
-class PendingCollective(NamedTuple):
-    """A gather by a collective, which ends before the product."""
-
-    operand: PendingOperand | None
-    values: PendingValues | None
-
-    def wait(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
-        if self.operand is not None:
-            assert cast is not None
-            return self.operand.wait(cast.plan.layout), None
-        assert self.values is not None
-        return None, self.values.wait()
-
-    def multiply(
-        self, product: RowsProduct, cast: Cast | None, columns: int, dtype: torch.dtype
-    ) -> tuple[Tensor, BlockScaled | None, Tensor | None]:
-        rows, values = self.wait(cast)
-        return product(rows, values, None), rows, values
 
 
 class ColumnParallelPlan(NamedTuple):
@@ -147,7 +58,8 @@ class ColumnParallelPlan(NamedTuple):
         def product(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
             return fprop(x if values is None else values, weight, bias, rows, w_row, self.dtype, out=out)
 
-        y, x_row, _ = pending.multiply(product, casts.spec("fprop_x", x), weight.shape[0], self.dtype)
+        times = Times(product, weight.shape[0])
+        (y,), x_row, _ = pending.multiply([times], layout_of(casts.spec("fprop_x", x)), self.dtype)
         saved = None if not needs.weight else x_row if requantizes else col
         return ForwardResult(y, save_operand(saved), save_operand(w_col if needs.x else None))
 
@@ -165,12 +77,12 @@ class ColumnParallelPlan(NamedTuple):
                 assert values is not None
                 return dgrad(values, rows, saved.weight, w_col, self.dtype, out=out)
 
-            dx = sharing.product_sum(product, row, grad, saved.weight.shape[1], self.dtype)
+            dx = sharing.product_sum(Times(product, saved.weight.shape[1]), row, grad, self.dtype)
         if needs.weight:
             if pending is None:
                 x_col, values = requantized(saved.x_col.operand, casts.quantized_spec("wgrad_x", grad)), None
             else:
-                x_col, values = pending.wait(casts.spec("wgrad_x", grad))
+                x_col, values = pending.wait(layout_of(casts.spec("wgrad_x", grad)))
             dw = wgrad(grad, col, values, x_col, saved.weight.dtype, main_grad)
         return None if dx is None else dx.wait(), dw, total
 
@@ -202,7 +114,7 @@ class RowParallelPlan(NamedTuple):
             assert values is not None
             return fprop(values, weight, None, rows, w_row, self.dtype, out=out)
 
-        y = self.sharing.product_sum(product, x_row, x, weight.shape[0], self.dtype).wait()
+        y = self.sharing.product_sum(Times(product, weight.shape[0]), x_row, x, self.dtype).wait()
         y = y if bias is None else y + bias.to(self.dtype)
         return ForwardResult(y, save_operand(x_col if needs.weight else None), save_operand(w_col if needs.x else None))
 
@@ -226,19 +138,26 @@ class RowParallelPlan(NamedTuple):
             def product(rows: BlockScaled | None, values: Tensor | None, out: Tensor | None) -> Tensor:
                 return dgrad(grad if values is None else values, rows, saved.weight, w_col, self.dtype, out=out)
 
-            cast = casts.spec("dgrad_dy", grad)
-            dx, dy_row, values = rows.multiply(product, cast, saved.weight.shape[1], self.dtype)
+            times, layout = Times(product, saved.weight.shape[1]), layout_of(casts.spec("dgrad_dy", grad))
+            (dx,), dy_row, values = rows.multiply([times], layout, self.dtype)
         elif rows is not None:
-            dy_row, values = rows.wait(casts.spec("dgrad_dy", grad))
+            dy_row, values = rows.wait(layout_of(casts.spec("dgrad_dy", grad)))
         if needs.weight:
             x_col = casts.column(saved.x_col, saved.x, "wgrad_x")
             if requantizes:
                 assert dy_row is not None
                 dy_col = requantized(dy_row, casts.quantized_spec("wgrad_dy", grad))
             else:
-                dy_col, values = (None, values) if columns is None else columns.wait(casts.spec("wgrad_dy", grad))
+                dy_col, values = (
+                    (None, values) if columns is None else columns.wait(layout_of(casts.spec("wgrad_dy", grad)))
+                )
             dw = wgrad(grad if values is None else values, dy_col, saved.x, x_col, saved.weight.dtype, main_grad)
         return dx, dw, None if total is None else wait(total)
+
+
+def layout_of(cast: Cast | None) -> str | None:
+    """Layout of the scales of a cast; None without one."""
+    return None if cast is None else cast.plan.layout
 
 
 def plain(casts: Casts) -> PlainCasts:

@@ -42,8 +42,9 @@ from .agreement import check_same_call
 from .collectives import Ranks, Tokens, ranks_of
 from .gathered_activation import GatheredActivation
 from .overlap.choice import Overlap, link_for
+from .overlap.sharing import Sharing
 from .parallel_mlp_plan import ParallelMLPPlan
-from .parallel_plans import ColumnParallelPlan, RowParallelPlan, Sharing
+from .parallel_plans import ColumnParallelPlan, RowParallelPlan
 from .tokens import WGRADS, Wgrad, check_columns, tokens_of, with_size
 
 
@@ -88,7 +89,7 @@ def column_parallel(
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
     call = _call(x, weight, bias, recipe, gather_dim, wgrad, needs)
     check_same_call(ranks, x.device, "column_parallel", *call, overlap)
-    link = link_for(overlap, x, tokens, ranks)
+    link = link_for(overlap, x, ranks)
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized, link)
     plan = ColumnParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
@@ -129,7 +130,7 @@ def row_parallel(
         rounding = _rounding_of_tokens(rounding, tokens, ranks, weight.shape[0])
     call = _call(x, weight, bias, recipe, scatter_dim, wgrad, needs)
     check_same_call(ranks, x.device, "row_parallel", *call, overlap)
-    link = link_for(overlap, x, tokens, ranks)
+    link = link_for(overlap, x, ranks)
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized, link)
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
@@ -198,7 +199,7 @@ def swiglu_parallel(
     call = _call(x, gate_up_weight, gate_up_bias, recipe, token_dim, wgrad, needs[0])
     call = *call, tuple(down_weight.shape), down_bias is None, *needs[1], overlap
     check_same_call(ranks, x.device, "swiglu_parallel", *call)
-    sharing = Sharing(ranks, tokens, wgrad == "requantized", link_for(overlap, x, tokens, ranks))
+    sharing = Sharing(ranks, tokens, wgrad == "requantized", link_for(overlap, x, ranks))
     plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
     call_state = (None, *weight_operands)
     if not any((*needs[0], *needs[1])):

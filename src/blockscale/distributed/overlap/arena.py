@@ -35,13 +35,10 @@ class SharedArena:
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.group, self.rank, self.ranks, self.size = group, dist.get_rank(group), group.size(), size
-        folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        handle, path = tempfile.mkstemp(prefix="blockscale-", dir=folder)
-        os.truncate(handle, _FLAG_BYTES + size)
-        os.close(handle)
+        path, why_not = _reserve(_FLAG_BYTES + size)
         try:
-            files = self._agree((socket.gethostname(), path))
-            maps = [torch.from_file(each, shared=True, size=_FLAG_BYTES + size, dtype=torch.uint8) for _, each in files]
+            files = self._agree(path, why_not)
+            maps = [torch.from_file(each, shared=True, size=_FLAG_BYTES + size, dtype=torch.uint8) for each in files]
             dist.barrier(group)
         finally:
             os.unlink(path)
@@ -49,11 +46,12 @@ class SharedArena:
         self.data = [each[_FLAG_BYTES:] for each in maps]
         self.timeout: float = group.get_group_store().timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _agree(self, mine: tuple[str, str]) -> list[tuple[str, str]]:
-        """Host and path of every rank's file."""
-        found: list[tuple[str, str]] = [mine] * self.ranks
+    def _agree(self, path: str, why_not: str) -> list[str]:
+        """Path of every rank's file. Raises on all ranks if they cannot map each other's."""
+        mine = socket.gethostname(), path, why_not
+        found = [mine] * self.ranks
         dist.all_gather_object(found, mine, self.group)
-        hosts = sorted({host for host, _ in found})
+        hosts = sorted({host for host, _, _ in found})
         if len(hosts) > 1:
             refuse(
                 f"ranks on {len(hosts)} hosts: {', '.join(hosts)}",
@@ -61,7 +59,15 @@ class SharedArena:
                 fix='pass a group of one host, or overlap="off"',
                 error=ShardingError,
             )
-        return found
+        lacking = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(found) if why]
+        if lacking:
+            refuse(
+                f"no {self.size:,} bytes of shared memory on {'; '.join(lacking)}",
+                rule="overlap keeps two slots of the gathered or summed rows in memory that all ranks map",
+                fix=f'make {_IN_MEMORY} larger (docker run --shm-size), or pass overlap="off"',
+                error=ShardingError,
+            )
+        return [path for _, path, _ in found]
 
     def signal(self, rank: int, flag: int, call: int) -> None:
         """Set a flag of a rank to the number of a call, after everything that was written before."""
@@ -86,3 +92,17 @@ class SharedArena:
     def is_behind(self, flag: int, call: int) -> bool:
         """Whether a flag of this rank has not reached the number of a call. Numbers wrap around at 2^31."""
         return (int(self.flags[self.rank][flag]) - call) % 2**32 >= 2**31
+
+
+def _reserve(size: int) -> tuple[str, str]:
+    """A new file in memory: its path, and why it could not get this size, or "". Without the reservation, writing to a
+    full file system would kill the process."""
+    folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    handle, path = tempfile.mkstemp(prefix="blockscale-", dir=folder)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        return path, error.strerror or str(error)
+    finally:
+        os.close(handle)
+    return path, ""

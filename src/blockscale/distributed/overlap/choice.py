@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ...errors import ShardingError, check_name, refuse
-from ..collectives import Ranks, Tokens
+from ..collectives import Ranks
 from .link import Link
 
 Overlap = Literal["auto", "on", "off"]
 OVERLAPS: tuple[Overlap, ...] = ("auto", "on", "off")
 
 
-def link_for(overlap: Overlap, x: Tensor, tokens: Tokens, ranks: Ranks) -> Link | None:
+def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> Link | None:
     """The link that a call uses, or None for a collective before or after the product.
 
     overlap: "on" raises if the call cannot overlap; "auto" overlaps where the model promises a gain, which on CPU ranks
@@ -24,7 +24,7 @@ def link_for(overlap: Overlap, x: Tensor, tokens: Tokens, ranks: Ranks) -> Link 
     check_name(overlap, OVERLAPS, "overlap")
     if overlap == "off" or (overlap == "auto" and x.device.type == "cpu"):
         return None
-    why = reason_against(x, tokens, ranks)
+    why = reason_against(x, ranks)
     if why is None:
         return Link.of(ranks)
     if overlap == "on":
@@ -32,16 +32,13 @@ def link_for(overlap: Overlap, x: Tensor, tokens: Tokens, ranks: Ranks) -> Link 
     return None
 
 
-def reason_against(x: Tensor, tokens: Tokens, ranks: Ranks) -> tuple[str, str, str] | None:
+def reason_against(x: Tensor, ranks: Ranks) -> tuple[str, str, str] | None:
     """What of a call cannot overlap, the rule, and the fix; None if it can."""
     if ranks.size == 1:
         return "one rank", "communication that hides needs another rank", "pass a group of several ranks"
     if torch.compiler.is_compiling():
         rule = "side streams and waits are not traced"
         return "compiled code", rule, "leave the layer out of torch.compile"
-    if tokens.outer > 1:
-        rule = "rows of a rank are one run of the gathered rows, so that a product writes them where they belong"
-        return f"tokens in {tokens.outer} runs", rule, "put the sequence first: x [S, B, K]"
     if x.device.type != "cpu":
         return f"tensors on {x.device.type}", "side streams exist for CPU ranks only, so far", "move to the CPU"
     return None

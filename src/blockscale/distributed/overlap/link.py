@@ -64,10 +64,11 @@ class Link:
             found = self._arenas[kind] = SharedArena(self.group, room)
         return found
 
-    def gather(self, pieces: Sequence[Tensor]) -> Gathering:
-        """Start to gather tensors [rows, ...] of this rank, equal in shape on all ranks."""
+    def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> Gathering:
+        """Start to gather tensors [rows, N] of this rank, equal in shape on all ranks.  runs: of a rank's rows, between
+        which those of the others lie."""
         self.gathers += 1
-        return Gathering(self, [piece.contiguous() for piece in pieces], self.gathers)
+        return Gathering(self, [piece.contiguous() for piece in pieces], runs, self.gathers)
 
     def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> Summation:
         """Start a sum over ranks of rows [rows, N] for each rank."""
@@ -77,23 +78,23 @@ class Link:
 
 
 class Gathering:
-    """A gather in progress.  whole: tensors [ranks * rows, ...], whose rows of a rank are there once it has arrived."""
+    """A gather in progress.  whole: tensors [ranks * rows, N], whose rows of a rank are there once it has arrived."""
 
-    def __init__(self, link: Link, pieces: list[Tensor], call: int) -> None:
-        self.link, self.call, self.rows = link, call, pieces[0].shape[0]
+    def __init__(self, link: Link, pieces: list[Tensor], runs: int, call: int) -> None:
+        self.link, self.runs, self.call, self.rows = link, runs, call, pieces[0].shape[0]
         self._sizes = [piece.numel() * piece.element_size() for piece in pieces]
         self._arena = link.arena("gather", sum(self._sizes))
         self.whole = [empty((link.ranks * self.rows, *piece.shape[1:]), piece.dtype, piece.device) for piece in pieces]
-        for piece, staged, own in zip(pieces, self._slot(link.rank), self.parts(link.rank), strict=True):
-            staged.copy_(_bytes(piece))
-            own.copy_(piece)
+        for piece, staged in zip(pieces, self._slot(link.rank), strict=True):
+            staged.copy_(piece.view(torch.uint8).flatten())
+        self._take(link.rank)
         for rank in link.others():
             self._arena.signal(rank, link.rank, call)
         self._copies = {rank: link.side.run(functools.partial(self._pull, rank)) for rank in link.others()}
 
-    def parts(self, rank: int) -> list[Tensor]:
-        """Rows of a rank in each of `whole`."""
-        return [each[rank * self.rows : (rank + 1) * self.rows] for each in self.whole]
+    def spans(self, rank: int) -> list[slice]:
+        """Rows of a rank in `whole`, a span for each run."""
+        return spans_of(rank, self.link.ranks, self.runs, self.rows // self.runs)
 
     def arrivals(self) -> Iterator[int]:
         """Ranks whose rows are there: this rank first, then the others as they arrive. All must be taken."""
@@ -109,12 +110,17 @@ class Gathering:
     def _pull(self, rank: int) -> None:
         """Copy the rows of a rank, on the side stream."""
         self._wait_staged(rank)
-        for part, staged in zip(self.parts(rank), self._slot(rank), strict=True):
-            _bytes(part).copy_(staged)
+        self._take(rank)
 
     def _wait_staged(self, rank: int) -> None:
         """Wait until a rank has staged its rows of this call."""
         self._arena.wait(rank, self.call, rank)
+
+    def _take(self, rank: int) -> None:
+        """Copy staged rows of a rank to where they belong."""
+        for whole, staged in zip(self.whole, self._slot(rank), strict=True):
+            runs = whole.view(torch.uint8).view(self.runs, self.link.ranks, -1)[:, rank]
+            runs.copy_(staged.view(runs.shape))
 
     def _slot(self, rank: int) -> Sequence[Tensor]:
         """Bytes of each piece in the memory of a rank."""
@@ -182,6 +188,11 @@ def slot_of(call: int) -> int:
     return call % _SLOTS
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """Bytes of a contiguous tensor, flat."""
-    return x.view(torch.uint8).flatten() if x.dtype != torch.uint8 else x.view(-1)
+def spans_of(rank: int, ranks: int, runs: int, rows: int) -> list[slice]:
+    """Rows of a rank among those of all, of which it has `rows` in each run.
+
+    >>> spans_of(1, 2, 2, 3)
+    [slice(3, 6, None), slice(9, 12, None)]
+    """
+    starts = [(run * ranks + rank) * rows for run in range(runs)]
+    return [slice(start, start + rows) for start in starts]

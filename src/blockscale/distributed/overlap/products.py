@@ -6,7 +6,7 @@ the bits of one product of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,14 +15,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...autograd.operands import matrix
-from ...formats.cast_spec import Cast
 from ...formats.layout import CODE_ROW_BYTES, shorten
 from ...formats.tensor import BlockScaled
 from ...library import empty
-from .link import Gathering, Link, Summation
+from ..collectives import Tokens
+from .link import Gathering, Link, Summation, spans_of
 
 # a product of an operand's rows, or of values without one, into rows that are given or new
 RowsProduct = Callable[[BlockScaled | None, Tensor | None, Tensor | None], Tensor]
+
+
+class Times(NamedTuple):
+    """A product of rows, and the number of its columns."""
+
+    product: RowsProduct
+    columns: int
 
 
 class PendingRows(NamedTuple):
@@ -33,41 +40,39 @@ class PendingRows(NamedTuple):
     piece: BlockScaled | None
 
     @classmethod
-    def start(cls, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, link: Link) -> PendingRows:
-        """Start to gather a row operand, or without one the values of x in this dtype."""
+    def start(cls, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, runs: int, link: Link) -> PendingRows:
+        """Start to gather a row operand, or without one the values of x in this dtype.  runs: of a rank's rows."""
         if q is None:
-            return cls(link.gather([matrix(x).to(dtype)]), None)
+            return cls(link.gather([matrix(x).to(dtype)], runs), None)
         codes, scales = q.operand.data.view(torch.uint8), q.operand.scale.view(torch.uint8)
         # rows of codes have a multiple of 16 bytes in memory
-        return cls(link.gather([pad(codes, (0, -codes.shape[-1] % CODE_ROW_BYTES)), scales]), q.operand)
+        return cls(link.gather([pad(codes, (0, -codes.shape[-1] % CODE_ROW_BYTES)), scales], runs), q.operand)
 
-    def wait(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
-        """The operand of all rows in the layout of a cast, or their values."""
+    def wait(self, layout: str | None) -> tuple[BlockScaled | None, Tensor | None]:
+        """The operand of all rows with its scales in this layout, or their values."""
         for _ in self.gathering.arrivals():
             pass
-        return self._whole(cast)
+        return self._of(self.gathering.whole, layout)
 
     def multiply(
-        self, product: RowsProduct, cast: Cast | None, columns: int, dtype: torch.dtype
-    ) -> tuple[Tensor, BlockScaled | None, Tensor | None]:
-        """product(all rows) [M, columns] in this dtype, rows of a rank when they are there; and the rows."""
-        rows, first = self.gathering.rows, self.gathering.whole[0]
-        y = empty((first.shape[0], columns), dtype, first.device)
+        self, products: Sequence[Times], layout: str | None, dtype: torch.dtype
+    ) -> tuple[list[Tensor], BlockScaled | None, Tensor | None]:
+        """Products of all rows, each [M, columns] in this dtype, of a rank's rows when they are there; and the rows."""
+        whole = self.gathering.whole
+        results = [empty((whole[0].shape[0], each.columns), dtype, whole[0].device) for each in products]
         for rank in self.gathering.arrivals():
-            out = y[rank * rows : (rank + 1) * rows]
-            operand, values = self._of(self.gathering.parts(rank), cast)
-            product(operand, values, out)
-        return y, *self._whole(cast)
+            for span in self.gathering.spans(rank):
+                operand, values = self._of([each[span] for each in whole], layout)
+                for y, each in zip(results, products, strict=True):
+                    each.product(operand, values, y[span])
+        return results, *self._of(whole, layout)
 
-    def _whole(self, cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
-        return self._of(self.gathering.whole, cast)
-
-    def _of(self, parts: list[Tensor], cast: Cast | None) -> tuple[BlockScaled | None, Tensor | None]:
-        """Gathered bytes as an operand in the layout of a cast, or as values."""
+    def _of(self, parts: list[Tensor], layout: str | None) -> tuple[BlockScaled | None, Tensor | None]:
+        """Gathered bytes as an operand, or as values."""
         if self.piece is None:
             return None, parts[0]
-        assert cast is not None
-        return with_rows(self.piece, *parts).with_layout(cast.plan.layout), None
+        assert layout is not None
+        return with_rows(self.piece, *parts).with_layout(layout), None
 
 
 def with_rows(q: BlockScaled, data: Tensor, scale: Tensor) -> BlockScaled:
@@ -77,19 +82,21 @@ def with_rows(q: BlockScaled, data: Tensor, scale: Tensor) -> BlockScaled:
 
 
 def sum_of_products(
-    link: Link, product: RowsProduct, q: BlockScaled | None, values: Tensor, columns: int, dtype: torch.dtype
+    link: Link, tokens: Tokens, times: Times, q: BlockScaled | None, values: Tensor | None, dtype: torch.dtype
 ) -> PendingSummation:
-    """Start the sum over ranks of product(rows) [M, columns], the rows of the other ranks first."""
-    rows, layout = values.shape[0] // link.ranks, None if q is None else q.scale_layout
-    plain = None if q is None else q.with_layout("plain")
-    summation = link.sum((rows, columns), dtype)
+    """Start the sum over ranks of a product of all rows [M, columns], the rows of the other ranks first.  tokens: rows
+    of a rank.  q: operand of the rows.  values: the rows, needed without one."""
+    layout, plain = None if q is None else q.scale_layout, None if q is None else q.with_layout("plain")
+    summation = link.sum((tokens.outer * tokens.inner, times.columns), dtype)
     for rank in summation.destinations():
-        of_rank = slice(rank * rows, (rank + 1) * rows)
-        part = None
-        if plain is not None:
-            assert layout is not None
-            part = with_rows(plain, plain.data[of_rank], plain.scale[of_rank]).with_layout(layout)
-        summation.push(rank, product(part, values[of_rank], None))
+        parts: list[Tensor] = []
+        for span in spans_of(rank, link.ranks, *tokens):
+            operand = None
+            if plain is not None:
+                assert layout is not None
+                operand = with_rows(plain, plain.data[span], plain.scale[span]).with_layout(layout)
+            parts.append(times.product(operand, None if values is None else values[span], None))
+        summation.push(rank, parts[0] if len(parts) == 1 else torch.cat(parts))
     return PendingSummation(summation)
 
 
