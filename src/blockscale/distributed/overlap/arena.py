@@ -100,7 +100,8 @@ def _reserve(size: int) -> tuple[str, str]:
     folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
     handle, path = tempfile.mkstemp(prefix="blockscale-", dir=folder)
     try:
-        os.posix_fallocate(handle, 0, size)
+        reserve = getattr(os, "posix_fallocate", None)  # not on macOS
+        os.truncate(handle, size) if reserve is None else reserve(handle, 0, size)
     except OSError as error:
         return path, error.strerror or str(error)
     finally:
