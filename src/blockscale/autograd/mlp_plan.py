@@ -203,7 +203,10 @@ class MLPPlan(NamedTuple):
         parts = (part for each in saved.columns for part in each.tensors)
         routing = () if saved.routing is None else saved.routing.tensors
         read = (saved.x, saved.gate_up, gate_up_weight, down_weight)
-        optional = (*read, *main_grads, *parts, *routing, *(scatter or ()))
+        indices, factors = scatter or (None, None)
+        # a recording has each input once
+        indices = None if saved.routing is not None and indices is saved.routing.tokens else indices
+        optional = (*read, *main_grads, *parts, *routing, indices, factors)
         call = functools.partial(self._backward, grad, saved, main_grads, scatter, None)
         gradients = Gradients(*replay_or_record_backward(saved.recording, grad, optional, call))
         for each in accumulated:  # the operator bumps their versions, a replay of its launch does not

@@ -187,7 +187,8 @@ def combine_rows(x: Tensor, rows: Tensor, gate_weights: Tensor | None) -> Tensor
 
 
 def _allocate_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
-    return empty(rows.shape, torch.promote_types(grad.dtype, torch.float32), x.device)
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return empty(rows.shape, dtype, x.device)
 
 
 @define_op(fake=_allocate_dots)
