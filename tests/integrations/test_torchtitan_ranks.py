@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 MARK = "RESULT "
 Found = Callable[[str], dict[str, Any]]
 ORDER, TIES = 1e-6, 2e-3
+THOROUGH = "ALL_TESTS" in os.environ
 
 try:
     importlib.metadata.version("torchtitan")
@@ -145,6 +146,26 @@ def test_launch_lines_of_the_page_shard_the_models_that_they_name(found: Found):
 def test_gathered_codes_change_no_bit(found: Found):
     assert_same_run(found("gather"))
     assert found("gather")["report"] == ["5 weights are gathered as codes, 0 in their own dtype"]
+
+
+def test_gathered_codes_of_experts_change_no_bit(found: Found):
+    """Layers of torchtitan's class, without its trainer; each without codes has a reason."""
+    reasons = {"experts 96 rows": "split a block of 128", "experts nvfp4": "tensor scales"} if THOROUGH else {}
+    for name in ("experts", *reasons):
+        run = found(f"gathered {name}")
+        assert (run["grads"], run["weights"], run["decoded"]) == (0.0, 0.0, 0), name
+        if name in reasons:
+            assert_gates_and_ups(run["others"], reasons[name])
+        else:
+            assert run["others"] == {}
+    assert_gates_and_ups(found("gathered report nvfp4"), "tensor scales")
+    assert_gates_and_ups(found("gathered report 96 rows"), "split a block of 128")
+
+
+def assert_gates_and_ups(others: dict[str, str], reason: str) -> None:
+    """Gates and ups that are not gathered as codes, and nothing else."""
+    assert set(others) == {f"{block}.experts.{name}" for block in (0, 1) for name in ("w1_EFD", "w3_EFD")}
+    assert all(reason in each for each in others.values()), others
 
 
 def test_gathered_codes_take_half_the_wire(found: Found):

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support import titan_checks, titan_cpu
+from support import gathered_experts, titan_checks, titan_cpu
 
 # gradients are not scaled, and products of unconverted layers are fp32's: what remains is the order of sums
 LINE = ("--training.seq-len", "128", "--training.max-norm", "1e9", "--training.steps", "2")
@@ -266,6 +266,7 @@ def two() -> dict[str, Any]:
     except ValueError as error:
         found["nvfp4"] = f"{type(error).__name__}: {error}"
     found["pp"], found["cp"] = pipeline(*line), context(*line)
+    found |= {f"gathered {name}": each for name, each in gathered_experts.titan_cases()}
     return found | gathers() | dispatchers()
 
 
