@@ -1,4 +1,5 @@
-"""torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at.
+"""torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at. And
+titan_checks.py, since importing torchtitan takes longer than its runs.
 
     PYTHONPATH=tests python -m support.titan_ranks [one two ...]     # prints one line of JSON for each group
 
@@ -401,7 +402,12 @@ def parallelized(ranks: int, given: list[str]) -> dict[str, Any]:
     return {"line": given, "ranks": ranks, "axes": axes, "report": report, "kinds": kinds}
 
 
-RANKS = {"one": 1, "two": 2, "full": 2, "four": 4, "lines": 1}
+def checks() -> dict[str, Any]:
+    """What test_torchtitan.py looks at in every test run."""
+    return {name: getattr(titan_checks, name)() for name in titan_checks.EVERY_RUN}
+
+
+RANKS = {"checks": 1, "one": 1, "two": 2, "full": 2, "four": 4, "lines": 1}
 
 
 def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
