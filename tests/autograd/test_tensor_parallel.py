@@ -63,7 +63,7 @@ def test_two_ranks_compute_their_own_shards(tmp_path: Path):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         wrong = {label: each for label, each in found.items() if isinstance(each, str) and "Traceback" in each}
         assert not wrong, f"{len(wrong)} of {len(found)} failed, first: {next(iter(wrong.items()))}"
-        check_collectives(found)
+        check_collectives(found, compiled=THOROUGH or rank == RANKS - 1)
         check_numbers(found)
         check_refusals(found)
 
@@ -72,14 +72,15 @@ def of_kind(results: Results, kind: str) -> Results:
     return {label: found for label, found in results.items() if label.startswith(kind)}
 
 
-def check_collectives(results: Results) -> None:
+def check_collectives(results: Results, *, compiled: bool) -> None:
     """Exactly those of torch's own layers, eager and compiled; whatever the recipe, the dtype and the style."""
-    styles, compiled = of_kind(results, "style"), of_kind(results, "compiled")
+    styles, graphs = of_kind(results, "style"), of_kind(results, "compiled")
     assert len(styles) == (len(PLANS) * len(LOW) * 3 if THOROUGH else len(PLANS) - 1 + len(LOW) * 3)
-    assert len(compiled) == (2 * len(LOW) if THOROUGH else 2)
-    others = {label: found for label, found in (styles | compiled).items() if found["ours"] != found["torch"]}
+    assert len(graphs) == (2 * len(LOW) if THOROUGH else 2)
+    others = {label: found for label, found in (styles | graphs).items() if found["ours"] != found["torch"]}
     assert others == {}
-    assert all(sum(found["torch"].values()) >= 2 for found in styles.values())  # there is something to compare
+    counted = styles | graphs if compiled else styles
+    assert all(sum(found["torch"].values()) >= 2 for found in counted.values())  # there is something to compare
 
 
 def check_numbers(results: Results) -> None:

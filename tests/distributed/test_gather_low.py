@@ -67,24 +67,12 @@ def test_two_ranks(tmp_path: Path):
 
 
 def check_experts(results: Results) -> None:
-    """Transformers' experts, and torchtitan's layers if it is installed."""
-    found = {label: each for label, each in results.items() if label.startswith(("packed", "transposed", "titan"))}
+    """Transformers' experts; for torchtitan's see integrations/test_torchtitan_ranks.py."""
+    found = {label: each for label, each in results.items() if label.startswith(("packed", "transposed"))}
     assert len(found) >= 3
     for label, each in found.items():
         assert (each["grads"], each["weights"], each["decoded"]) == (0.0, 0.0, 0), label
-        if label.startswith("titan") and label != "titan hidden=128 dtype=torch.bfloat16":
-            check_gates_and_ups(each["others"], "split a block of 128" if "96" in label else "tensor scales")
-        else:
-            assert each["others"] == {}, label
-    if "report of torchtitan nvfp4" in results:
-        check_gates_and_ups(results["report of torchtitan nvfp4"], "tensor scales")
-        check_gates_and_ups(results["report of torchtitan 96 rows"], "split a block of 128")
-
-
-def check_gates_and_ups(others: dict[str, str], reason: str) -> None:
-    """Gates and ups that are not gathered as codes, and nothing else."""
-    assert set(others) == {f"{block}.experts.{name}" for block in (0, 1) for name in ("w1_EFD", "w3_EFD")}
-    assert all(reason in each for each in others.values()), others
+        assert each["others"] == {}, label
 
 
 def check_exchanges(label: str, exchanges: int) -> None:

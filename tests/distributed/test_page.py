@@ -428,9 +428,11 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
             "support/gathered.py", "mixed", "recompute=True", "compiled=True", "adamw"
         ),
         "- Layers: ours, Transformers' experts (also transposed ones), and torchtitan's": by_case(
-            "distributed/test_gather_low.py", '"packed", "transposed", "titan"'
+            "support/gathered_experts.py", "class PackedExperts", "def transposed_experts", "def titan("
         ),
-        "if hidden_dim is a multiple of 128": by_case("distributed/test_gather_low.py", '"split a block of 128"'),
+        "if hidden_dim is a multiple of 128": by_case(
+            "integrations/test_torchtitan_ranks.py", '"split a block of 128"'
+        ),
         "- Beside tensor and expert parallelism: call gather_low_ after them": by_case(
             "support/gathered_parallel.py", "def tokens_cut", "def experts_cut"
         ),

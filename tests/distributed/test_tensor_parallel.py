@@ -45,7 +45,7 @@ def test_ranks(tmp_path: Path, ranks: int):
         "layers": 11,
         "requantized": 4,
         "trained": 7,
-        "fsdp": 0,
+        "fsdp": 1,
         "experts": 5,
         "moe": 1,
         "ep": 1,

@@ -64,10 +64,9 @@ def run_checks(names: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def default(checked: Checked) -> Default:
+def default(found: Default) -> Default:
     """The checks of every test run."""
-    names = "conversions", "configs", "measured", "experts_alone", "refusals", "llama", "experts", "checkpoints"
-    return checked(*names).__getitem__
+    return found
 
 
 def assert_close(losses: list[float], others: list[float], relative: float) -> None:

@@ -9,52 +9,21 @@ the format itself moves them by 4e-2.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
-TESTS = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
-MARK = "RESULT "
 Found = Callable[[str], dict[str, Any]]
 ORDER, TIES = 1e-6, 2e-3
+THOROUGH = "ALL_TESTS" in os.environ
 
 try:
     importlib.metadata.version("torchtitan")
 except importlib.metadata.PackageNotFoundError:
     pytest.skip("torchtitan is not installed: pip install -e '.[titan]'", allow_module_level=True)
-
-
-@pytest.fixture(scope="session")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What titan_ranks.py found, by run. Workers share it."""
-    own = tmp_path_factory.getbasetemp()
-    file = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "titan-ranks.json"
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            file.write_text(json.dumps(run_ranks()))
-    return json.loads(file.read_text()).__getitem__
-
-
-def run_ranks() -> dict[str, Any]:
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "support.titan_ranks"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            for group in json.loads(line.removeprefix(MARK)).values():
-                results |= group
-    return results
 
 
 def assert_like_one_process(run: dict[str, Any], bound: float) -> None:
@@ -145,6 +114,26 @@ def test_launch_lines_of_the_page_shard_the_models_that_they_name(found: Found):
 def test_gathered_codes_change_no_bit(found: Found):
     assert_same_run(found("gather"))
     assert found("gather")["report"] == ["5 weights are gathered as codes, 0 in their own dtype"]
+
+
+def test_gathered_codes_of_experts_change_no_bit(found: Found):
+    """Layers of torchtitan's class, without its trainer; each without codes has a reason."""
+    reasons = {"experts 96 rows": "split a block of 128", "experts nvfp4": "tensor scales"} if THOROUGH else {}
+    for name in ("experts", *reasons):
+        run = found(f"gathered {name}")
+        assert (run["grads"], run["weights"], run["decoded"]) == (0.0, 0.0, 0), name
+        if name in reasons:
+            assert_gates_and_ups(run["others"], reasons[name])
+        else:
+            assert run["others"] == {}
+    assert_gates_and_ups(found("gathered report nvfp4"), "tensor scales")
+    assert_gates_and_ups(found("gathered report 96 rows"), "split a block of 128")
+
+
+def assert_gates_and_ups(others: dict[str, str], reason: str) -> None:
+    """Gates and ups that are not gathered as codes, and nothing else."""
+    assert set(others) == {f"{block}.experts.{name}" for block in (0, 1) for name in ("w1_EFD", "w3_EFD")}
+    assert all(reason in each for each in others.values()), others
 
 
 def test_gathered_codes_take_half_the_wire(found: Found):

@@ -103,15 +103,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def alone(model: nn.Module, microbatches: int, step: int = 0) -> None:
-    """One process: gradients summed over microbatches on each rank, then averaged over ranks, as collectives do."""
-    totals: list[dict[str, Tensor]] = []
-    for rank in range(RANKS):
-        model.zero_grad()
-        for each in range(microbatches):
-            loss(model, batch(rank, each, step)).backward()
-        totals.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
-    for name, param in model.named_parameters():
-        param.grad = (totals[0][name] + totals[1][name]) / RANKS
+    """One process: gradients summed over microbatches on each rank, then averaged over ranks, as collectives do. Each
+    rank computes its own part of this for both."""
+    model.zero_grad()
+    for each in range(microbatches):
+        loss(model, batch(dist.get_rank(), each, step)).backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        totals = [torch.empty_like(param.grad) for _ in range(RANKS)]
+        dist.all_gather(totals, param.grad.contiguous())
+        param.grad = (totals[0] + totals[1]) / RANKS
 
 
 def sgd(model: nn.Module) -> Optimizer:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from support.fully_sharded import THOROUGH, adamw
 from support.gathered_checkpoints import other_world_sizes
-from support.gathered_experts import beside_plain_fsdp, expert_cases, titan, titan_report
+from support.gathered_experts import beside_plain_fsdp, expert_cases
 from support.gathered_parallel import parallel_cases
 from support.gathered_state import cached_state, checkpoints, dropped, evaluated, refusals, reports, written_elsewhere
 from support.gathered_training import (
@@ -104,9 +104,6 @@ def cases(ranks: int) -> Iterator[Case]:
     for make, options in expert_cases():
         case = functools.partial(beside_plain_fsdp, make, **options)
         yield f"{make.__name__} {label_of(options)}", case
-    if any(make is titan for make, _ in expert_cases()):
-        yield "report of torchtitan nvfp4", functools.partial(titan_report, "nvfp4", 128)
-        yield "report of torchtitan 96 rows", functools.partial(titan_report, "fp8_blockwise", 96)
     if THOROUGH:
         yield "inductor", functools.partial(against_plain_fsdp, backend="inductor")
     yield "stepped on one rank", stepped_on_one_rank

@@ -1,11 +1,10 @@
 """Experts of other libraries whose weights FSDP2 gathers as codes, beside FSDP2 that gathers weights; see `gathered`.
 
-Transformers' are stand-ins with its parameters and signature, torchtitan's are its own class.
+Transformers' are stand-ins with its parameters and signature. torchtitan's are its own class: see `titan_ranks`.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,11 +151,13 @@ def expert_cases() -> Iterator[tuple[Callable[..., nn.Module], dict[str, Any]]]:
     yield transposed_experts, {"shard_placement_fn": second_dimension}
     if THOROUGH:
         yield transposed_experts, {"weight_cast": "step", "name": "nvfp4", "experts": 4}
-    try:
-        importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    yield titan, {"hidden": 128, "dtype": torch.bfloat16}
+
+
+def titan_cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run by titan_ranks.py, which has imported torchtitan."""
+    yield "experts", beside_plain_fsdp(titan, hidden=128, dtype=torch.bfloat16)
     if THOROUGH:
-        yield titan, {"hidden": 96}
-        yield titan, {"hidden": 128, "name": "nvfp4", "experts": 4}
+        yield "experts 96 rows", beside_plain_fsdp(titan, hidden=96)
+        yield "experts nvfp4", beside_plain_fsdp(titan, hidden=128, name="nvfp4", experts=4)
+    yield "report nvfp4", titan_report("nvfp4", 128)
+    yield "report 96 rows", titan_report("fp8_blockwise", 96)

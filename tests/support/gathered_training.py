@@ -40,6 +40,7 @@ from support.fully_sharded import (
     shard,
     train,
 )
+from support.ranks import compiles
 
 RANKS = 2
 
@@ -103,7 +104,7 @@ def against_one_process(
     report = gather_low_(model)
     if recompute:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
-    if compiled:
+    if compiled and compiles():
         for block in model:
             block.compile(backend="aot_eager")
     wrap(model, reshard_after_forward=reshard, mesh=mesh)
@@ -140,7 +141,7 @@ def against_plain_fsdp(
     formats = gather_low_(models[1]).formats
     optimizers = []
     for model in models:
-        if backend:
+        if backend and compiles():
             model[0].compile(backend=backend)
         shard(model, mesh=mesh, **options)
         optimizers.append(adamw(model))

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -190,20 +191,20 @@ def all_bf16() -> torch.Tensor:
 
 def interpreted(program: Path, *arguments: str) -> tuple[int, int, int]:
     """Cases, values and mismatches that a program counts in Triton's interpreter, which is chosen at import."""
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(QUICK_INTERPRETER),
-            str(program),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    cases, values, wrong = map(int, result.stdout.split()[:3])
+    server = _interpreter()
+    with tempfile.NamedTemporaryFile("r") as printed:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps([printed.name, 600, str(program), *arguments]) + "\n")
+        server.stdin.flush()
+        status, text = server.stdout.readline(), printed.read()
+    assert status == "0\n", text
+    cases, values, wrong = map(int, text.split()[:3])
     return cases, values, wrong
+
+
+@cache
+def _interpreter() -> subprocess.Popen[str]:
+    """Imports torch and Triton once for all programs of a test worker, and ends with it."""
+    command = [sys.executable, "-W", "ignore", str(QUICK_INTERPRETER)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

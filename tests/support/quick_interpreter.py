@@ -1,5 +1,7 @@
 """Runs a program in Triton's interpreter at a third of its cost: `python quick_interpreter.py PROGRAM ARGUMENTS`.
 
+Without a program it is a server: it imports torch and Triton once, and forks for each line of its input.
+
 The interpreter exchanges the functions of triton.language for its own whenever a kernel calls a function; once for each
 launch and module is enough, since nothing puts them back in between. It computes integer sums again in int64 for an
 assertion that only a debug run makes. And it builds types and shapes of every value anew; here they are kept.
@@ -10,9 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import runpy
+import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +106,44 @@ def keep_shapes_and_types() -> None:
         interpreter._get_np_dtype = np_dtype
 
 
+def run(program: str, *arguments: str) -> None:
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+def serve() -> None:
+    """A line is a file for what is printed, seconds that it may take, a program and its arguments, in JSON; the answer
+    is the exit status."""
+    import blockscale  # noqa: F401
+
+    for line in sys.stdin:
+        output, seconds, *command = json.loads(line)
+        child = os.fork()
+        if not child:
+            status = 1
+            signal.alarm(seconds)
+            printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            try:
+                run(*command)
+                status = 0
+            except SystemExit as end:
+                status = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
     exchange_once_a_launch()
     leave_out_overflow_checks()
     keep_shapes_and_types()
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if len(sys.argv) > 1:
+        run(*sys.argv[1:])
+    else:
+        serve()

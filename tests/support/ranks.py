@@ -1,15 +1,18 @@
 """Ranks of a test: processes of one function, forked from a server that has imported what all of them need.
 
-Importing torch, FSDP2 and DTensor takes several seconds; the server of a test worker does it once. It is started by the
-first test that needs ranks and has no threads, so that its forks copy no lock. Ranks have the environment of that time.
+Importing torch, FSDP2, DTensor and what compiles takes several seconds; the server of a test worker does it once. It is
+started by the first test that needs ranks and has no threads, so that its forks copy no lock. Ranks have the
+environment of that time.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 # modules alone that start no thread
@@ -20,7 +23,15 @@ _IMPORTED = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "blockscale.distributed",
 )
+
+
+def compiles() -> bool:
+    """Whether this rank compiles what others run eagerly beside it: the last one, since each takes seconds for it;
+    with --all every rank. Not for layers of blockscale.distributed, whose eager calls the ranks compare first."""
+    return "ALL_TESTS" in os.environ or dist.get_rank() == dist.get_world_size() - 1
 
 
 def start_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:

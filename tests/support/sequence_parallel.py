@@ -156,22 +156,23 @@ def trained(
 
 def data_parallel(kind: str, recipe: str, *, compiled: bool, **options: Any) -> Any:
     """Data parallel around the styles, on a mesh of two by two: each half of the data is cut along the sequence.
-    kind: "fsdp" shards parameters over both halves; "dp" replicates them, as FSDP2 does on a mesh of two dimensions."""
-    mesh = init_device_mesh(
-        "cpu", (2, 1, 2) if kind == "dp" else (1, 2, 2), mesh_dim_names=("replicas", "shards", "tp")
-    )
-    tp, half = mesh["tp"], mesh["replicas" if kind == "dp" else "shards"].get_local_rank()
+    kind: "fsdp" shards parameters over both halves; "dp" replicates them, as FSDP2 does on a mesh of two dimensions.
+    Two ranks have all data, and FSDP2 has one shard."""
+    parts = dist.get_world_size() // 2
+    shape = (parts, 1, 2) if kind == "dp" else (1, parts, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards", "tp"))
+    tp, part = mesh["tp"], mesh["replicas" if kind == "dp" else "shards"].get_local_rank()
     one, model = build(recipe, **options), parallel(build(recipe, **options), tp)
     if compiled:
         # AOTAutograd doubles the time, and the functions are compiled with it
         model.compile(backend="aot_eager" if THOROUGH else "eager", fullgraph=True)
     fully_shard(model, mesh=mesh["replicas", "shards"] if kind == "dp" else mesh["shards"])
-    x, grad = batch(half, tokens_of(tp))
+    x, grad = batch(part, tokens_of(tp))
     y = model(x.chunk(2, 1)[tp.get_local_rank()])
     y.backward(grad.chunk(2, 1)[tp.get_local_rank()])
-    for each in range(2):
+    for each in range(parts):
         x, grad = batch(each, tokens_of(tp))
-        one(x).backward(grad / 2)
+        one(x).backward(grad / parts)
     found = {"gradients": max(distances(gradients(model), gradients(one)).values())}
     return found | checkpoints(model, recipe, **options)
 
@@ -293,10 +294,11 @@ def copied(mesh: DeviceMesh) -> dict[str, float]:
 def cases(ranks: int) -> Iterator[Case]:
     if ranks == 4:
         for kind, compiled, options in (
-            ("fsdp", True, {}),
+            ("fsdp", False, {}),
             ("fsdp", False, {"experts": 3}),
             ("dp", False, {"gated": True}),
             ("fsdp", False, {"gated": True}),
+            ("fsdp", True, {}),
             ("fsdp", True, {"gated": True}),
             ("fsdp", True, {"experts": 3}),
             ("dp", True, {"experts": 3}),
@@ -309,6 +311,7 @@ def cases(ranks: int) -> Iterator[Case]:
         if THOROUGH:
             yield "ep x tp fixed", functools.partial(on_expert_ranks, both, FixedCapacity(1024), "mxfp8", compiled=True)
         return
+    yield "fsdp x tp {} compiled=True", functools.partial(data_parallel, "fsdp", "mxfp8", compiled=True)
     mesh = init_device_mesh("cpu", (ranks,))
     for label, recipe, options in (
         ("fp8", "fp8_blockwise", {"hidden": 256}),

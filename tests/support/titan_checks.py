@@ -26,6 +26,7 @@ MARK = "RESULT"
 ONE_STEP = ("--training.steps", "1")
 EXPERTS = ("--config", "deepseek_v3_debug_mxfp8", "--parallelism.expert-parallel-degree", "2")
 EXPERTS = (*EXPERTS, "--training.disable-cuda-graphs")
+EVERY_RUN = ("conversions", "configs", "measured", "experts_alone", "refusals", "llama", "experts", "checkpoints")
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 

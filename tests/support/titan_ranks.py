@@ -1,4 +1,5 @@
-"""torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at.
+"""torchtitan on one, two and four ranks, with the same weights and tokens: what test_torchtitan_ranks.py looks at. And
+titan_checks.py, since importing torchtitan takes longer than its runs.
 
     PYTHONPATH=tests python -m support.titan_ranks [one two ...]     # prints one line of JSON for each group
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support import titan_checks, titan_cpu
+from support import gathered_experts, titan_checks, titan_cpu
 
 # gradients are not scaled, and products of unconverted layers are fp32's: what remains is the order of sums
 LINE = ("--training.seq-len", "128", "--training.max-norm", "1e9", "--training.steps", "2")
@@ -266,6 +267,7 @@ def two() -> dict[str, Any]:
     except ValueError as error:
         found["nvfp4"] = f"{type(error).__name__}: {error}"
     found["pp"], found["cp"] = pipeline(*line), context(*line)
+    found |= {f"gathered {name}": each for name, each in gathered_experts.titan_cases()}
     return found | gathers() | dispatchers()
 
 
@@ -400,7 +402,12 @@ def parallelized(ranks: int, given: list[str]) -> dict[str, Any]:
     return {"line": given, "ranks": ranks, "axes": axes, "report": report, "kinds": kinds}
 
 
-RANKS = {"one": 1, "two": 2, "full": 2, "four": 4, "lines": 1}
+def checks() -> dict[str, Any]:
+    """What test_torchtitan.py looks at in every test run."""
+    return {name: getattr(titan_checks, name)() for name in titan_checks.EVERY_RUN}
+
+
+RANKS = {"checks": 1, "one": 1, "two": 2, "full": 2, "four": 4, "lines": 1}
 
 
 def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
