@@ -66,7 +66,12 @@ def check_two(found: dict[str, Any]) -> None:
     assert losses["on"] == losses["off"]
     assert len(set(losses["on"])) == 4
     for name, results in (("fp8_1x128", 2), ("mxfp8_e4m3", 2), (None, 3)):
-        assert found[f"operands {name}"] == {"off": [True] * results, "on": [True] * results, "sums": True}, name
+        assert found[f"operands {name}"] == {
+            "off": [True] * results,
+            "on": [True] * results,
+            "sums": True,
+            "grad": False,
+        }, name
     said = found["refused operands"]
     assert "without a tensor scale" in said["tensor scale"]
     assert "both are operands or both tensors" in said["mixed"]
@@ -74,14 +79,26 @@ def check_two(found: dict[str, Any]) -> None:
     assert "no weight" in said["none"]
     assert "2 biases for 1 weights" in said["biases"]
     assert "31 rows for 2 ranks" in said["rows"]
+    assert "a has rows [M, K]" in said["axes"]
     assert found["evaluated"]
-    assert "must match the size" in found["failing copy"]
-    assert "bytes of shared memory on rank 1: No space left on device" in found["no memory"]
-    assert found["sum within sum"] == "a sum ends before the next one starts"
+    assert found["evaluated first"]
+    assert "must match the size" in found["failing copy"]["said"]
+    assert found["failing copy"]["seconds"] < 5
+    assert found["failing copy"]["wrong"] == 0
+    assert found["skipped step"]
+    assert found["kept sums"]
+    assert found["freed"]["links"] == 0
+    assert found["freed"]["threads"] <= 0, "those of groups before may end meanwhile"
+    assert found["daemons"] == [True], "a copy that waits for a rank that is gone would keep the process"
+    assert "with other sizes in overlapped call" in found["other order"]
+    assert "rank 1: the memory of ranks [0" in found["other memory"]
+    assert "memory that all ranks map: rank 1: No space left on device" in found["no memory"]
+    assert found["timeout"] == 7
     assert found["shared link"]
     said = found["refusals"]
     assert "one of auto, on, off" in said["name"]
     assert "one rank" in said["alone"]
+    assert "gathered before" in said["gathered"]
     assert "compiled code" in said["compiled"]
     for name in WITHOUT:
         assert found[f"without {name}"]["with"] == 0, name
@@ -93,5 +110,5 @@ def test_a_flag_passes_2_to_the_31():
     arena = SharedArena.__new__(SharedArena)
     arena.rank, arena.flags = 0, [torch.zeros(4, dtype=torch.int32)]
     for written, wanted, behind in ((5, 5, False), (5, 6, True), (2**31 - 1, 2**31, True), (2**31 + 3, 2**31, False)):
-        arena.signal(0, 1, written)
-        assert arena.is_behind(1, wanted) == behind
+        arena.signal(0, written)
+        assert arena.is_behind(0, wanted) == behind

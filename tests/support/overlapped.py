@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +27,9 @@ from torch import Tensor
 import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Recipe
-from blockscale.distributed import column_parallel, row_parallel, swiglu_parallel
+from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
 from blockscale.distributed.collectives import ranks_of
+from blockscale.distributed.failures import timeout_of
 from blockscale.distributed.overlap import all_gather_mm, mm_reduce_scatter
 from blockscale.distributed.overlap import link as link_module
 from blockscale.distributed.overlap.link import Gathering, Link, Summation
@@ -148,6 +152,8 @@ def operands(format: str | None) -> dict[str, Any]:
             same_operand(rows, whole)
         found[f"sum {overlap}"] = mm_reduce_scatter(parts, weights[0], **options).float().tolist()
     found["sums"] = found.pop("sum on") == found.pop("sum off")
+    weight = torch.ones(8, 160, requires_grad=True)
+    found["grad"] = mm_reduce_scatter(x[: 2 * ranks].float(), weight, group=world()).requires_grad
     return found
 
 
@@ -162,6 +168,7 @@ def refused_operands() -> dict[str, str]:
         "none": lambda: all_gather_mm(q, group=world()),
         "biases": lambda: all_gather_mm(q, q, group=world(), biases=[None, None]),
         "rows": lambda: mm_reduce_scatter(x[:31], x, group=world()),
+        "axes": lambda: mm_reduce_scatter(x[None], x, group=world()),
     }
     return said_by(calls)
 
@@ -196,6 +203,9 @@ def refusals() -> dict[str, str]:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     calls: dict[str, Callable[[], Any]] = {
         "name": lambda: column_parallel(part.x, part.up, **options, overlap="yes"),  # pyright: ignore[reportArgumentType]
+        "gathered": lambda: column_parallel(
+            gather_activation(part.x, group=world(), recipe="mxfp8"), part.up, **options, overlap="on"
+        ),
         "alone": lambda: column_parallel(part.x, part.up, group=alone, recipe="mxfp8", overlap="on"),
     }
     with patch.object(torch.compiler, "is_compiling", lambda: True):
@@ -295,7 +305,7 @@ def without(name: str) -> dict[str, int]:
         check, removed, adversary = WITHOUT[name]()
         link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         for kind in ("gather", "sum"):  # growing is collective, and would end a rank's lead
-            link.arena(kind, 1 << 15)
+            link.arena(kind, 1 << 15, 1)
         with adversary, removed if label == "without" else nullcontext():
             wrong = torch.tensor(sum(check(link, call) for call in range(1, 5)))
             dist.barrier()  # copies without a wait
@@ -304,18 +314,88 @@ def without(name: str) -> dict[str, int]:
     return found
 
 
-def failing_copy() -> str:
-    """The error of a copy on the side stream reaches the caller."""
-    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-    total = link.sum((2, 3), torch.float32)
+def failing_copy() -> dict[str, Any]:
+    """The error of a copy on the side stream is raised at once, and the next sum is right."""
+    link, start = Link(dist.group.WORLD), time.monotonic()  # pyright: ignore[reportArgumentType]
+    total, said = link.sum((2, 3), torch.float32), "no error"
     for owner in total.destinations():
         total.push(owner, torch.zeros(2, 3 if owner == link.rank else 4))
-    with patch.object(Summation, "_wait_arrived", lambda self, rank: None):
-        try:
-            total.finish()
-        except RuntimeError as error:
-            return str(error)
+    try:
+        total.finish()
+    except RuntimeError as error:
+        said = str(error)
+    return {"said": said, "seconds": time.monotonic() - start, "wrong": summed(link, 1)}
+
+
+def skipped_step() -> bool:
+    """A backward that raises between the start and the end of a sum does not stop the next one."""
+    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
+
+    def gradient(overlap: str) -> Tensor:
+        x = part.x.clone().requires_grad_()
+        column_parallel(x, part.up.clone().requires_grad_(), **options, overlap=overlap).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with patch.object(parallel_plans, "wgrad", side_effect=MemoryError), suppress(MemoryError):
+        gradient("on")
+        return False
+    return torch.equal(gradient("on"), gradient("off"))
+
+
+def kept_sums() -> bool:
+    """Sums in fp32 are memory of their own: they stay as they are while later sums reuse the arena."""
+    link, found = Link(dist.group.WORLD), list[Tensor]()  # pyright: ignore[reportArgumentType]
+    for call in range(5):
+        total = link.sum((4, 4), torch.float32)
+        for owner in total.destinations():
+            total.push(owner, torch.full((4, 4), float(call + 1)))
+        found.append(total.finish())
+    return all(bool((each == link.ranks * (call + 1)).all()) for call, each in enumerate(found))
+
+
+def other_order() -> str:
+    """Backward passes of different sizes that the last rank calls in another order."""
+    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8", "overlap": "on", "wgrad": "requantized"}
+    weight = torch.randn(64, 64, requires_grad=True)
+    losses = [column_parallel(torch.randn(rows, 64, requires_grad=True), weight, **options).sum() for rows in (32, 64)]
+    try:
+        for loss in losses[:: -1 if dist.get_rank() == dist.get_world_size() - 1 else 1]:
+            loss.backward()
+    except BlockscaleError as error:
+        return str(error)
     return "no error"
+
+
+def freed() -> dict[str, int]:
+    """Threads and links that are left when a group has ended."""
+    before = threading.active_count(), len(Link._LINKS)
+    for _ in range(3):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        column_parallel(torch.ones(32, 64), torch.ones(64, 64), group=group, recipe="mxfp8", overlap="on")
+        dist.destroy_process_group(group)
+        del group
+    gc.collect()
+    for _ in range(100):  # threads end by themselves
+        if threading.active_count() <= before[0]:
+            break
+        time.sleep(0.02)
+    return {"threads": threading.active_count() - before[0], "links": len(Link._LINKS) - before[1]}
+
+
+def other_memory() -> str:
+    """The error of all ranks if the last one does not see the others' files, as in another container."""
+    link, real = Link(dist.group.WORLD), os.path.exists  # pyright: ignore[reportArgumentType]
+    seen: list[str] = []
+
+    def only_the_first(path: str) -> bool:
+        seen.append(path)
+        return real(path) and len(seen) == 1
+
+    apart = patch.object(os.path, "exists", only_the_first)
+    with apart if link.rank == link.ranks - 1 else nullcontext():
+        return said_by({"found": lambda: link.arena("gather", 1 << 14, 1)})["found"]
 
 
 def no_memory() -> str:
@@ -324,21 +404,21 @@ def no_memory() -> str:
     full = patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with full if link.rank == link.ranks - 1 else nullcontext():
         try:
-            link.arena("gather", 1 << 14)
+            link.arena("gather", 1 << 14, 1)
         except BlockscaleError as error:
             return str(error)
     return "no error"
 
 
-def sum_within_sum() -> str:
-    """A sum that starts before the last one has ended would overwrite its parts."""
-    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-    link.sum((1, 1), torch.float32)
-    try:
-        link.sum((1, 1), torch.float32)
-    except AssertionError as error:
-        return str(error)
-    return "no error"
+def timeout() -> float:
+    """Seconds of a group that has another timeout than its store."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=7))
+    return timeout_of(group)
+
+
+def daemons() -> list[bool]:
+    """Whether side threads end with their process."""
+    return sorted({each.daemon for each in threading.enumerate() if each.name == "blockscale-copies"})
 
 
 def shared_link() -> bool:
@@ -348,6 +428,8 @@ def shared_link() -> bool:
 
 
 def cases(ranks: int) -> Iterator[Case]:
+    if ranks == 2:
+        yield "evaluated first", evaluated  # arenas are made in inference mode
     yield "layers fp8_blockwise", functools.partial(layers, get_recipe("fp8_blockwise"))
     yield "layers mxfp8 bias", functools.partial(layers, get_recipe("mxfp8"), bias=True)
     yield "layers pow2 requantized", functools.partial(layers, FP8_POW2, "requantized")
@@ -367,10 +449,16 @@ def cases(ranks: int) -> Iterator[Case]:
         yield "refusals", refusals
         yield "failing copy", failing_copy
         yield "no memory", no_memory
-        yield "sum within sum", sum_within_sum
+        yield "other memory", other_memory
+        yield "skipped step", skipped_step
+        yield "kept sums", kept_sums
+        yield "freed", freed
+        yield "daemons", daemons
+        yield "timeout", timeout
         yield "shared link", shared_link
         for name in WITHOUT:
             yield f"without {name}", functools.partial(without, name)
+        yield "other order", other_order  # the last: calls of this group are no longer the same
 
 
 def run(rank: int, ranks: int, folder: str, only: tuple[str, ...] = ()) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .. import env
 from ..errors import ShardingError, refuse
 from .collectives import Ranks
-from .failures import error_of_waiting, first_failure
+from .failures import error_of_waiting, first_failure, timeout_of
 
 CHECK = "BLOCKSCALE_CHECK_RANKS"
 _seen: set[tuple[str, tuple[object, ...]]] = set()
@@ -62,7 +62,7 @@ def _compare(ranks: Ranks, mine: str) -> None:
 def _wait(group: dist.ProcessGroup, keys: list[str], mine: str) -> None:
     """Wait until all ranks have told their call, one has told an error, or the timeout has passed."""
     store, start, pause = group.get_group_store(), time.monotonic(), 1e-4
-    longest: float = store.timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
+    longest = timeout_of(group)
     while not store.check(keys):
         failed = first_failure(group)
         if failed is not None or time.monotonic() - start > longest:

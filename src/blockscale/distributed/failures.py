@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 
+import torch
 import torch.distributed as dist
 
 from ..errors import BlockscaleError, RankError, message
@@ -77,6 +78,15 @@ def error_of_waiting(failed: str | None, silent: Sequence[int], waits_in: str) -
     rule = "all ranks of a group make the same calls, each within the timeout of the group"
     fix = "read the first error of each rank; a rank that was killed has none"
     return RankError(message(f"{what}, while rank {dist.get_rank()} waits in {waits_in}", rule=rule, fix=fix))
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of a group gives up; those of its store if its backend does not tell."""
+    try:
+        backend = group._get_backend(torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda"))  # pyright: ignore[reportPrivateUsage]
+        return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    except (AttributeError, RuntimeError):
+        return group.get_group_store().timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _store() -> dist.distributed_c10d.Store:

@@ -41,7 +41,7 @@ from ..formats.stochastic import Stochastic
 from .agreement import check_same_call
 from .collectives import Ranks, Tokens, ranks_of
 from .gathered_activation import GatheredActivation
-from .overlap.choice import Overlap, link_for
+from .overlap.choice import OVERLAPS, Overlap, link_for
 from .overlap.sharing import Sharing
 from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan
@@ -73,7 +73,15 @@ def column_parallel(
     The gradient of x is a sum over ranks: every rank rounds its part to the dtype of x before it is summed.
     """
     recipe, ranks = get_recipe(recipe), ranks_of(group)
+    check_name(overlap, OVERLAPS, "overlap")
     gathered = x if isinstance(x, GatheredActivation) else None
+    if gathered is not None and overlap == "on":
+        refuse(
+            'overlap="on" for an activation that was gathered before',
+            rule="a product overlaps with its own gather",
+            fix="pass the tensor itself, or call overlap.all_gather_mm for several weights without gradients",
+            error=ShardingError,
+        )
     x = x.source if isinstance(x, GatheredActivation) else x
     check_linear(x, weight)
     _check(x, weight, bias, recipe, rounding, weight_operands, wgrad)

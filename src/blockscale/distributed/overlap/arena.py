@@ -1,8 +1,8 @@
 """Memory of the ranks of a group that all of them map, with flags: rows move without a collective.
 
 A flag is an int32 that lives with the rank that waits for it and that one other rank writes. It holds the number of the
-call, which only grows and is never reset, so that no call needs a barrier. Every wait is bounded, and a wait that
-fails names the rank that it waited for.
+call, which only grows and is never reset, so that no call needs a barrier. Beside it lies a digest of the call's sizes:
+ranks that make different calls raise. Every wait is bounded, and a wait that fails names the rank that it waited for.
 """
 
 # pyright: reportPrivateUsage=false
@@ -10,100 +10,162 @@ fails names the rank that it waited for.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import tempfile
 import time
+import weakref
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...errors import ShardingError, refuse
-from ..failures import error_of_waiting, first_failure
+from ..failures import error_of_waiting, first_failure, timeout_of
 
-_FLAG_BYTES = 4096
+SLOTS = 2
+# int32 values before the data: flags of all ranks, digests of both slots, a token
+_MOST_RANKS = 1024
+_HEADER = 4 * (1 + SLOTS) * _MOST_RANKS + 4096
 _IN_MEMORY = Path("/dev/shm")
 _LONGEST_PAUSE = 1e-3
 _BETWEEN_QUESTIONS = 0.1
 
 
+class _File(NamedTuple):
+    """A rank's file.  token: that it has written there.  why_not: what is wrong with it, or ""."""
+
+    host: str
+    path: str
+    token: int
+    why_not: str
+
+
 class SharedArena:
     """Arena of CPU ranks on one host: a file in memory for each rank, `size` bytes and flags, mapped by all.
 
-    Making one is collective. The files are unlinked once all ranks have mapped them, so none is left behind.
+    Making one is collective. Files are unlinked once all ranks have mapped them.  call: the first one that uses it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self.group, self.rank, self.ranks, self.size = group, dist.get_rank(group), group.size(), size
-        path, why_not = _reserve(_FLAG_BYTES + size)
+    def __init__(self, group: dist.ProcessGroup, size: int, call: int) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.ranks, self.size = dist.get_rank(group), group.size(), size
+        mine = _reserve(_HEADER + size)
         try:
-            files = self._agree(path, why_not)
-            maps = [torch.from_file(each, shared=True, size=_FLAG_BYTES + size, dtype=torch.uint8) for each in files]
-            dist.barrier(group)
+            with torch.inference_mode(False):  # later calls write it in any mode
+                own = self._map(mine.path)
+                if own is not None:
+                    own[:_HEADER].view(torch.int32)[: self.ranks] = _wrapped(call - 1)
+                    own[:_HEADER].view(torch.int32)[-1] = mine.token
+                files = self._exchange(group, mine)
+                maps = [self._map(each.path) for each in files]
+                tokens = [None if each is None else int(each[:_HEADER].view(torch.int32)[-1]) for each in maps]
+            foreign = [rank for rank, each in enumerate(files) if tokens[rank] != each.token]
+            why_not = f"the memory of ranks {foreign} is not that of this one" if foreign else ""
+            self._exchange(group, mine._replace(why_not=why_not))
         finally:
-            os.unlink(path)
-        self.flags = [each[:_FLAG_BYTES].view(torch.int32) for each in maps]
-        self.data = [each[_FLAG_BYTES:] for each in maps]
-        self.timeout: float = group.get_group_store().timeout.total_seconds()  # pyright: ignore[reportAttributeAccessIssue]
+            os.unlink(mine.path)
+        found = [each for each in maps if each is not None]
+        with torch.inference_mode(False):
+            self.flags = [each[:_HEADER].view(torch.int32) for each in found]
+            self.data = [each[_HEADER:] for each in found]
 
-    def _agree(self, path: str, why_not: str) -> list[str]:
-        """Path of every rank's file. Raises on all ranks if they cannot map each other's."""
-        mine = socket.gethostname(), path, why_not
+    def _map(self, path: str) -> Tensor | None:
+        """Bytes of a file; None if it is not there at its full size, as in another container."""
+        size = _HEADER + self.size
+        if not os.path.exists(path) or os.path.getsize(path) < size:
+            return None
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+    def _exchange(self, group: dist.ProcessGroup, mine: _File) -> list[_File]:
+        """Every rank's file. Raises on all ranks if one of them has no memory that the others map."""
         found = [mine] * self.ranks
-        dist.all_gather_object(found, mine, self.group)
-        hosts = sorted({host for host, _, _ in found})
-        if len(hosts) > 1:
-            refuse(
-                f"ranks on {len(hosts)} hosts: {', '.join(hosts)}",
-                rule="overlap needs ranks that map each other's memory",
-                fix='pass a group of one host, or overlap="off"',
-                error=ShardingError,
-            )
-        lacking = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(found) if why]
-        if lacking:
-            refuse(
-                f"no {self.size:,} bytes of shared memory on {'; '.join(lacking)}",
-                rule="overlap keeps two slots of the gathered or summed rows in memory that all ranks map",
-                fix=f'make {_IN_MEMORY} larger (docker run --shm-size), or pass overlap="off"',
-                error=ShardingError,
-            )
-        return [path for _, path, _ in found]
+        dist.all_gather_object(found, mine, group)
+        hosts = sorted({each.host for each in found})
+        lacking = [f"rank {rank}: {each.why_not}" for rank, each in enumerate(found) if each.why_not]
+        if len(hosts) == 1 and not lacking:
+            return found
+        what = f"ranks on {len(hosts)} hosts: {', '.join(hosts)}" if len(hosts) > 1 else "; ".join(lacking)
+        refuse(
+            f"no {self.size:,} bytes of memory that all ranks map: {what}",
+            rule="overlap moves rows through memory that all ranks of a group map",
+            fix=f'pass a group of one host, make {_IN_MEMORY} larger (docker run --shm-size) or pass overlap="off"',
+            error=ShardingError,
+        )
 
-    def signal(self, rank: int, flag: int, call: int) -> None:
-        """Set a flag of a rank to the number of a call, after everything that was written before."""
-        self.flags[rank][flag] = (call + 2**31) % 2**32 - 2**31
+    def tell(self, rank: int, call: int, digest: int) -> None:
+        """Tell a rank that this one has begun a call, with its digest, before `signal`."""
+        self.flags[rank][self._digest_at(call, self.rank)] = digest
 
-    def wait(self, flag: int, call: int, source: int) -> None:
-        """Wait until a flag of this rank has reached the number of a call; RankError after the group's timeout.
+    def signal(self, rank: int, call: int) -> None:
+        """Set this rank's flag at another rank to the number of a call, after everything that was written before."""
+        self.flags[rank][self.rank] = _wrapped(call)
 
-        source: the rank that writes it.
-        """
+    def wait(self, source: int, call: int, digest: int) -> None:
+        """Wait until the flag of a rank has reached a call; RankError after the group's timeout, ShardingError if the
+        rank makes another call."""
         start, pause, asked = time.monotonic(), 1e-5, 0.0
-        while self.is_behind(flag, call):
+        while self.is_behind(source, call):
             waited = time.monotonic() - start
-            failed = None
             if waited - asked > _BETWEEN_QUESTIONS:
-                asked, failed = waited, first_failure(self.group)
-            if failed is not None or waited > self.timeout:
-                raise error_of_waiting(failed, [dist.get_global_rank(self.group, source)], f"overlapped call {call}")
+                asked = waited
+                self._ask(source, call, waited)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        if int(self.flags[self.rank][self._digest_at(call, source)]) != digest:
+            refuse(
+                f"ranks {self.rank} and {source} of a group with other sizes in overlapped call {call}",
+                rule="the ranks of a group make the same calls in the same order, backward passes included",
+                fix="call backward in the same order on all ranks, and pad tokens to the longest",
+                error=ShardingError,
+            )
 
-    def is_behind(self, flag: int, call: int) -> bool:
-        """Whether a flag of this rank has not reached the number of a call. Numbers wrap around at 2^31."""
-        return (int(self.flags[self.rank][flag]) - call) % 2**32 >= 2**31
+    def is_behind(self, source: int, call: int) -> bool:
+        """Whether the flag of a rank has not reached the number of a call. Numbers wrap around at 2^31."""
+        return (int(self.flags[self.rank][source]) - call) % 2**32 >= 2**31
+
+    def _ask(self, source: int, call: int, waited: float) -> None:
+        """Raise if a rank has failed, the group's timeout has passed, or the store is gone with its rank."""
+        group = self._group()
+        assert group is not None, "a call has its group"
+        where, waits_in = [dist.get_global_rank(group, source)], f"overlapped call {call}"
+        try:
+            failed = first_failure(group)
+        except (dist.DistError, RuntimeError) as error:
+            raise error_of_waiting(
+                "the store of the group is gone with the rank that had it", where, waits_in
+            ) from error
+        if failed is not None or waited > timeout_of(group):
+            raise error_of_waiting(failed, where, waits_in)
+
+    def _digest_at(self, call: int, source: int) -> int:
+        return (1 + call % SLOTS) * _MOST_RANKS + source
 
 
-def _reserve(size: int) -> tuple[str, str]:
-    """A new file in memory: its path, and why it could not get this size, or "". Without the reservation, writing to a
-    full file system would kill the process."""
+def digest_of(facts: Sequence[object]) -> int:
+    """A number for what all ranks of a call have alike."""
+    return zlib.crc32(repr(facts).encode()) & 0x7FFFFFFF
+
+
+def _wrapped(call: int) -> int:
+    """A number of a call as an int32."""
+    return (call + 2**31) % 2**32 - 2**31
+
+
+def _reserve(size: int) -> _File:
+    """A new file in memory. Without the reservation, writing to a full file system would kill the process."""
     folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
     handle, path = tempfile.mkstemp(prefix="blockscale-", dir=folder)
+    why_not = ""
     try:
         reserve = getattr(os, "posix_fallocate", None)  # not on macOS
         os.truncate(handle, size) if reserve is None else reserve(handle, 0, size)
     except OSError as error:
-        return path, error.strerror or str(error)
+        why_not = error.strerror or str(error)
     finally:
         os.close(handle)
-    return path, ""
+    return _File(socket.gethostname(), path, secrets.randbelow(2**31), why_not)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Literal
 
 import torch
@@ -13,6 +14,8 @@ from .link import Link
 
 Overlap = Literal["auto", "on", "off"]
 OVERLAPS: tuple[Overlap, ...] = ("auto", "on", "off")
+# machines that keep the order of stores, and of loads, by other cores' view
+_ORDERED = ("x86_64", "AMD64")
 
 
 def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> Link | None:
@@ -39,6 +42,9 @@ def reason_against(x: Tensor, ranks: Ranks) -> tuple[str, str, str] | None:
     if torch.compiler.is_compiling():
         rule = "side streams and waits are not traced"
         return "compiled code", rule, "leave the layer out of torch.compile"
+    if platform.machine() not in _ORDERED:
+        rule = "rows must be there when a flag is, which processors guarantee that keep stores in order"
+        return f"a {platform.machine()}", rule, "run on x86-64"
     if x.device.type != "cpu":
         return f"tensors on {x.device.type}", "side streams exist for CPU ranks only, so far", "move to the CPU"
     return None

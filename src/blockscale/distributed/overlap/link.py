@@ -8,12 +8,14 @@ own rows last. The owner adds them in the order of ranks, in fp32, and rounds on
 
 No barrier between calls: two slots are enough. A rank stages call n + 2 after it has finished n + 1, so it has seen
 every other rank stage n + 1, which that rank does after its last read of call n. Sums are the same through their
-parts, if a call is finished before the next one starts, which `Link` checks.
+parts, if a call is finished before the next one starts: `Link` gives up a sum that an error has left unfinished.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import ClassVar
@@ -24,44 +26,46 @@ from torch import Tensor
 
 from ...library import empty
 from ..collectives import Ranks
-from .arena import SharedArena
+from .arena import SLOTS, SharedArena, digest_of
 from .side import CopyThread
 
 _SMALLEST = 1 << 16
-_SLOTS = 2
 
 
 class Link:
     """Arenas, side stream and numbers of calls of a group, which all of its layers share."""
 
-    _LINKS: ClassVar[dict[str, Link]] = {}
+    # neither a link nor what it has keeps its group alive
+    _LINKS: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Link]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), group.size()
+        self._group, self.rank, self.ranks = weakref.ref(group), dist.get_rank(group), group.size()
         self.side = CopyThread()
         self.gathers = self.sums = 0
-        self.is_summing = False
+        self._open: Summation | None = None
         self._arenas: dict[str, SharedArena] = {}
 
     @classmethod
     def of(cls, ranks: Ranks) -> Link:
         """The link of a group. Calls follow one another in the same order on all of its ranks."""
         group = dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
-        found = cls._LINKS.get(ranks.name)
-        if found is None or found.group is not group:
-            found = cls._LINKS[ranks.name] = Link(group)
+        found = cls._LINKS.get(group)
+        if found is None:
+            found = cls._LINKS[group] = Link(group)
         return found
 
     def others(self) -> list[int]:
         """The other ranks in the order in which this rank exchanges rows with them."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def arena(self, kind: str, size: int) -> SharedArena:
+    def arena(self, kind: str, size: int, call: int) -> SharedArena:
         """The arena of a kind of call, with room for two slots of this size. It grows on all ranks in the same call."""
         found = self._arenas.get(kind)
-        if found is None or found.size < _SLOTS * size:
-            room = max(_SMALLEST, 1 << (_SLOTS * size - 1).bit_length())
-            found = self._arenas[kind] = SharedArena(self.group, room)
+        if found is None or found.size < SLOTS * size:
+            group = self._group()
+            assert group is not None, "a call has its group"
+            room = max(_SMALLEST, 1 << (SLOTS * size - 1).bit_length())
+            found = self._arenas[kind] = SharedArena(group, room, call)
         return found
 
     def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> Gathering:
@@ -72,9 +76,15 @@ class Link:
 
     def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> Summation:
         """Start a sum over ranks of rows [rows, N] for each rank."""
-        assert not self.is_summing, "a sum ends before the next one starts"
-        self.sums, self.is_summing = self.sums + 1, True
-        return Summation(self, shape, dtype, self.sums)
+        if self._open is not None:
+            self._open.give_up()
+        self.sums += 1
+        self._open = Summation(self, shape, dtype, self.sums)
+        return self._open
+
+    def close(self, total: Summation) -> None:
+        """A sum has ended."""
+        self._open = None if self._open is total else self._open
 
 
 class Gathering:
@@ -83,13 +93,15 @@ class Gathering:
     def __init__(self, link: Link, pieces: list[Tensor], runs: int, call: int) -> None:
         self.link, self.runs, self.call, self.rows = link, runs, call, pieces[0].shape[0]
         self._sizes = [piece.numel() * piece.element_size() for piece in pieces]
-        self._arena = link.arena("gather", sum(self._sizes))
+        self._arena = link.arena("gather", sum(self._sizes), call)
+        self._digest = digest_of(("gather", runs, *(tuple(piece.shape) for piece in pieces), *self._sizes))
         self.whole = [empty((link.ranks * self.rows, *piece.shape[1:]), piece.dtype, piece.device) for piece in pieces]
         for piece, staged in zip(pieces, self._slot(link.rank), strict=True):
             staged.copy_(piece.view(torch.uint8).flatten())
         self._take(link.rank)
         for rank in link.others():
-            self._arena.signal(rank, link.rank, call)
+            self._arena.tell(rank, call, self._digest)
+            self._arena.signal(rank, call)
         self._copies = {rank: link.side.run(functools.partial(self._pull, rank)) for rank in link.others()}
 
     def spans(self, rank: int) -> list[slice]:
@@ -97,7 +109,7 @@ class Gathering:
         return spans_of(rank, self.link.ranks, self.runs, self.rows // self.runs)
 
     def arrivals(self) -> Iterator[int]:
-        """Ranks whose rows are there: this rank first, then the others as they arrive. All must be taken."""
+        """Ranks whose rows are there: this rank first, then rank + 1, rank + 2, ... All must be taken."""
         yield self.link.rank
         for rank in self.link.others():
             self._wait(rank)
@@ -114,7 +126,7 @@ class Gathering:
 
     def _wait_staged(self, rank: int) -> None:
         """Wait until a rank has staged its rows of this call."""
-        self._arena.wait(rank, self.call, rank)
+        self._arena.wait(rank, self.call, self._digest)
 
     def _take(self, rank: int) -> None:
         """Copy staged rows of a rank to where they belong."""
@@ -124,7 +136,7 @@ class Gathering:
 
     def _slot(self, rank: int) -> Sequence[Tensor]:
         """Bytes of each piece in the memory of a rank."""
-        start = self._arena.size // _SLOTS * slot_of(self.call)
+        start = self._arena.size // SLOTS * slot_of(self.call)
         return self._arena.data[rank][start : start + sum(self._sizes)].split(self._sizes)
 
 
@@ -134,9 +146,10 @@ class Summation:
     def __init__(self, link: Link, shape: tuple[int, int], dtype: torch.dtype, call: int) -> None:
         self.link, self.shape, self.dtype, self.call = link, shape, dtype, call
         self._size = shape[0] * shape[1] * dtype.itemsize
-        self._arena = link.arena("sum", link.ranks * self._size)
+        self._arena, self._digest = link.arena("sum", link.ranks * self._size, call), digest_of(("sum", shape, dtype))
         self._own: Tensor | None = None
         self._copies: list[Future[None]] = []
+        self._given_up = False
 
     def destinations(self) -> list[int]:
         """Owners of rows in the order in which their parts are best made: own rows last."""
@@ -152,40 +165,46 @@ class Summation:
     def finish(self) -> Tensor:
         """The sum of this rank's rows [rows, N]: parts are added in the order of ranks in fp32, and rounded once."""
         assert self._own is not None
+        assert not self._given_up, "a sum that another one has followed"
+        for copy in self._copies:  # they wait for no rank, and an error of theirs is the first to tell
+            self.link.side.join(copy)
         total: Tensor | None = None
         for rank in range(self.link.ranks):
             if rank != self.link.rank:
                 self._wait_arrived(rank)
             part = self._own if rank == self.link.rank else self._slot(self.link.rank, rank)
-            total = part.float() if total is None else total.add_(part)
-        self._join()
-        self.link.is_summing = False
+            # memory of its own: the slot is written again two calls later
+            total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
+        self.link.close(self)
         assert total is not None
         return total.to(self.dtype)
 
+    def give_up(self) -> None:
+        """End a sum that an error has left unfinished: its parts are not read any more."""
+        self._given_up = True
+        for copy in self._copies:
+            with contextlib.suppress(Exception):  # the first error has been raised
+                self.link.side.join(copy)
+
     def _store(self, rank: int, part: Tensor) -> None:
         """Copy a part into the memory of its owner and tell it, on the side stream."""
+        self._arena.tell(rank, self.call, self._digest)
         self._slot(rank, self.link.rank).copy_(part)
-        self._arena.signal(rank, self.link.rank, self.call)
+        self._arena.signal(rank, self.call)
 
     def _wait_arrived(self, rank: int) -> None:
         """Wait until the part of a rank is here."""
-        self._arena.wait(rank, self.call, rank)
-
-    def _join(self) -> None:
-        """Wait until all own parts have left, whose memory is then free."""
-        for copy in self._copies:
-            self.link.side.join(copy)
+        self._arena.wait(rank, self.call, self._digest)
 
     def _slot(self, owner: int, source: int) -> Tensor:
         """Where the part of a source lies in the memory of an owner."""
-        start = self._arena.size // _SLOTS * slot_of(self.call) + source * self._size
+        start = self._arena.size // SLOTS * slot_of(self.call) + source * self._size
         return self._arena.data[owner][start : start + self._size].view(self.dtype).view(self.shape)
 
 
 def slot_of(call: int) -> int:
     """Which of the two slots a call uses. They are the halves of an arena, whatever the sizes of the calls are."""
-    return call % _SLOTS
+    return call % SLOTS
 
 
 def spans_of(rank: int, ranks: int, runs: int, rows: int) -> list[slice]:

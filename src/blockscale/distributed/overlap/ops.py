@@ -26,6 +26,7 @@ from .sharing import Sharing
 Matrix = Tensor | BlockScaled
 
 
+@torch.no_grad()
 def all_gather_mm(
     a: Matrix,
     *weights: Matrix,
@@ -60,6 +61,7 @@ def all_gather_mm(
     return results, gathered
 
 
+@torch.no_grad()
 def mm_reduce_scatter(
     a: Matrix,
     weight: Matrix,
@@ -124,6 +126,8 @@ def _facts(a: Matrix) -> tuple[object, ...]:
 def _check(a: Matrix, weights: Sequence[Matrix], biases: Sequence[Tensor | None], dtype: torch.dtype) -> None:
     """Raise unless the products exist and rows of a can travel."""
     check_output(dtype)
+    if len(a.shape) != 2:
+        refuse(f"a {tuple(a.shape)}", "a has rows [M, K]", "view it as a matrix", error=ShapeError)
     if not weights:
         refuse("no weight", "rows are gathered for a product", "pass weights [N, K]")
     if len(biases) != len(weights):
