@@ -599,7 +599,7 @@ PROSE: dict[str, dict[str, Callable[[Facts], bool]]] = {
         "Before torch 2.13 these layers run eagerly in compiled code, a graph break: 2.11 gives gradients of zero": (
             by_case("../src/blockscale/distributed/compiling.py", '>= "2.13"', "torch 2.11")
         ),
-        "- What does not raise at once": by_case("distributed/test_failures.py", '"experts"'),
+        "- What does not raise at once": by_case("support/failing_ranks.py", '"experts"'),
     },
     FAULTS: {
         "Groups that a device mesh makes have a timeout of their own, 30 minutes for gloo": lambda facts: (
