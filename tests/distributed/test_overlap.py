@@ -14,7 +14,8 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
 from blockscale.distributed.overlap.arena import SharedArena
-from support.overlapped import WITHOUT, run
+from support.overlapped import run
+from support.overlapped_link import WITHOUT
 from support.ranks import start_ranks
 
 GATHER, SUM = "all_gather_into_tensor_coalesced", "all_reduce"

@@ -7,15 +7,10 @@ by name.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,8 +27,8 @@ from blockscale.distributed.dispatch import Payload
 from blockscale.errors import DtypeError, MissingPackageError, ShardingError
 from blockscale.nn import MoE
 from support.deep_ep_stand_in import Buffer, install
+from support.rank_program import Case, main, run_cases
 
-Case = tuple[str, Callable[[], Any]]
 THOROUGH = "ALL_TESTS" in os.environ
 DIM, HIDDEN = 160, 96
 # tokens of each rank: none on one of them, and tails of blocks
@@ -363,28 +358,12 @@ def cases(ranks: int, folder: str) -> Iterator[Case]:
 
 
 def run(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> None:
-    """All cases on one rank; writes {case: what it found, or the error}."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    # a rank that fails alone must not keep the others for longer
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    """All cases on one rank."""
     if device() == "cuda":
         torch.cuda.set_device(0)
-    results: dict[str, Any] = {}
-    for label, test in cases(ranks, folder):
-        if names and not any(name in label for name in names):
-            continue
-        start = time.time()
-        try:
-            results[label] = test()
-        except Exception:
-            results[label] = traceback.format_exc(limit=-6)
-        if rank == 0 and "SHOW" in os.environ:
-            print(label, round(time.time() - start, 1), results[label], flush=True)
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    # a rank that fails alone must not keep the others for longer
+    run_cases(rank, ranks, folder, names, lambda: cases(ranks, folder), timedelta(seconds=60))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (int(sys.argv[1]), folder, tuple(sys.argv[2:])), nprocs=int(sys.argv[1]))
+    main(run)

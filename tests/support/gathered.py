@@ -6,18 +6,10 @@ In a module of its own because a spawned process imports it by name.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from support.fully_sharded import THOROUGH, adamw
 from support.gathered_checkpoints import other_world_sizes
@@ -35,8 +27,7 @@ from support.gathered_training import (
     wire,
     without_exchange,
 )
-
-Case = tuple[str, Callable[[], Any]]
+from support.rank_program import Case, main, run_cases
 
 
 def label_of(options: dict[str, Any]) -> str:
@@ -119,26 +110,9 @@ def cases(ranks: int) -> Iterator[Case]:
 
 
 def run(rank: int, ranks: int, folder: str, names: tuple[str, ...]) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    results: dict[str, Any] = {}
-    for label, test in cases(ranks):
-        if names and not any(name in label for name in names):
-            continue
-        start = time.time()
-        try:
-            results[label] = test()
-        except Exception:
-            results[label] = traceback.format_exc(limit=-6)
-            if "SHOW" in os.environ:
-                print(rank, label, results[label], flush=True)
-        if rank == 0 and "SHOW" in os.environ:
-            print(label, round(time.time() - start, 1), results[label], flush=True)
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    """All cases on one rank."""
+    run_cases(rank, ranks, folder, names, lambda: cases(ranks))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (int(sys.argv[1]), folder, tuple(sys.argv[2:])), nprocs=int(sys.argv[1]))
+    main(run)

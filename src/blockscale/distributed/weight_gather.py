@@ -59,7 +59,7 @@ class AmaxExchange:
 
     @property
     def gathers(self) -> list[WeightGather]:
-        """Of the weights that exist, in the order that all ranks have."""
+        """The gathers whose weights still exist, in the same order on every rank."""
         found = (gather() for gather in self._gathers)
         return [gather for gather in found if gather is not None]
 
