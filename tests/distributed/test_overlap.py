@@ -18,7 +18,7 @@ from support.overlapped import run
 from support.overlapped_link import WITHOUT
 from support.ranks import start_ranks
 
-GATHER, SUM = "all_gather_into_tensor_coalesced", "all_reduce"
+GATHER, SUM, SCATTER = "all_gather_into_tensor_coalesced", "all_reduce", "reduce_scatter_tensor"
 
 
 def results_of(ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -55,9 +55,54 @@ def test_ranks(tmp_path: Path, ranks: int):
         for label in layers:
             check_layers(label, found[label], ranks)
         assert found["many calls"] == {"wrong": 0, "calls": 100}
+        for label in (label for label in found if label.startswith(("experts", "divided", "mesh"))):
+            check_experts(label, found[label], ranks)
         if ranks == 2:
             check_two(found)
+            check_operations(found)
+        for label in ("trained experts",) if ranks == 2 else ("trained mesh",):
+            assert found[label]["moved"] > 0.01
+            assert found[label]["apart"] < 1e-6
+            assert found[label]["on"] == pytest.approx(found[label]["off"], rel=1e-6)
+            assert len(set(found[label]["on"])) == 4
     assert not set(Path("/dev/shm").glob("blockscale-*")) - before, "a file of an arena is left behind"
+
+
+def check_experts(label: str, found: dict[str, Any], ranks: int) -> None:
+    """The bits of the path with collectives, but for sums over more than two ranks. A dispatcher sums the slots of a
+    token at its rank, and so rounds y once less."""
+    dispatched = label.startswith(("divided", "mesh"))
+    sums = {"y", "x", "gates"} if ranks > 2 else {"y"} if dispatched else set[str]()
+    assert {name for name, wrong in found["differ"].items() if wrong} <= sums, label
+    assert max(found["off"].values()) < 2**-8, label
+    # the experts and gate weights of slots, and the gradients of gate weights
+    assert dispatched or found["calls"] == [GATHER, SCATTER], label
+
+
+def check_operations(found: dict[str, Any]) -> None:
+    """Layers 0 and 1 without gradients, and what they and the layers refuse."""
+    for format in ("fp8_1x128", "mxfp8_e4m3", None):
+        assert found[f"expert operands {format}"] == {"off": [True] * 4, "on": [True] * 4, "sums": True}, format
+    parts = {
+        "one product": "this one leaves a product unquantized",
+        "tensor scale": "this one has tensor scales or rounds stochastically",
+        "no gates": "without gate weights",
+        "hooks": "experts with hooks",
+        "odd": "5 experts on 2 ranks",
+        "name": "one of auto, on, off",
+        "style": "one of auto, on, off",
+        "rows": "a (3, 64) for a routing of 4 tokens",
+        "experts": "experts=range(0, 5) of 4",
+        "weight": "weight (1, 32, 64) for 4 experts of 64 features",
+        "mixed": "an operand times a tensor",
+        "none": "tokens are gathered for weights",
+        "uneven": "ranks that make different calls",
+    }
+    for name, part in parts.items():
+        assert part in found["refused experts"][name], name
+    wrong = found["without the wait for tokens"]
+    assert wrong["with"] == 0
+    assert wrong["without"] > 0
 
 
 def check_two(found: dict[str, Any]) -> None:

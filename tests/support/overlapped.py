@@ -21,7 +21,7 @@ from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
 from blockscale.distributed.overlap import all_gather_mm, mm_reduce_scatter
 from blockscale.errors import BlockscaleError
-from support import overlapped_link
+from support import overlapped_experts, overlapped_link
 from support.helpers import same_operand
 from support.overlapped_link import said_by
 from support.rank_program import Case, main, run_cases
@@ -250,8 +250,9 @@ def last_case(ranks: int) -> Iterator[Case]:
 def run(rank: int, ranks: int, folder: str, only: tuple[str, ...] = ()) -> None:
     """All cases on one rank."""
     # it sums in an order that does not depend on the number of rows
-    with bs.use_backend(gemm="reference"):
-        run_cases(rank, ranks, folder, only, lambda: (*cases(ranks), *overlapped_link.cases(ranks), *last_case(ranks)))
+    with bs.use_backend(gemm="reference", m_grouped="reference", k_grouped="reference"):
+        parts = cases, overlapped_experts.cases, overlapped_link.cases, last_case
+        run_cases(rank, ranks, folder, only, lambda: (case for part in parts for case in part(ranks)))
 
 
 if __name__ == "__main__":
