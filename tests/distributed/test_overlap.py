@@ -83,6 +83,8 @@ def check_operations(found: dict[str, Any]) -> None:
     """Layers 0 and 1 without gradients, and what they and the layers refuse."""
     for format in ("fp8_1x128", "mxfp8_e4m3", None):
         assert found[f"expert operands {format}"] == {"off": [True] * 4, "on": [True] * 4, "sums": True}, format
+    calls = "x", "gates", "weights", "biases", "autocast", "main_grad"
+    assert found["partial"] == {call: [] for call in calls}
     parts = {
         "one product": "this one leaves a product unquantized",
         "tensor scale": "this one has tensor scales or rounds stochastically",

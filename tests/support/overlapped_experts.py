@@ -53,6 +53,39 @@ def experts(name: str, sizes: Sizes, *, payload: Any = "bf16", bias: bool = Fals
     return compare(found, want) | {"calls": wire.calls}
 
 
+def partial() -> dict[str, Any]:
+    """Results and gradients that differ where some gradients are needed, under autocast, and with main_grad."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes, recipe = Sizes((32 * ranks,), 96, 64 * ranks), get_recipe("mxfp8").replace(saves="source")
+    found: dict[str, Any] = {}
+    for label, names in (
+        ("x", ("x",)),
+        ("gates", ("gates",)),
+        ("weights", ("gate_up", "down")),
+        ("biases", ("gate_up_bias", "down_bias")),
+        ("autocast", cut.NAMES),
+        ("main_grad", cut.NAMES),
+    ):
+        dtype = torch.float32 if label == "autocast" else torch.bfloat16
+        mine = cut.own_tokens(cut.cut(cut.data(sizes, dtype, bias=True), rank, ranks), sizes)
+        results: list[dict[str, Tensor]] = []
+        for overlap in ("off", "on"):
+            leaves: dict[str, Any] = {name: getattr(mine, name).clone() for name in cut.NAMES}
+            for name in names:
+                leaves[name].requires_grad_()
+            for name in cut.WEIGHTS[:2] if label == "main_grad" else ():
+                leaves[name].main_grad = torch.zeros(leaves[name].shape)
+            x, gates, *weights = leaves.values()
+            routing, options = bs.sort_by_expert(mine.experts, cut.EXPERTS), {"group": world(), "overlap": overlap}
+            with torch.autocast("cpu", enabled=label == "autocast"):
+                y = grouped_swiglu_parallel(x, *weights[:2], routing, gates, *weights[2:], recipe=recipe, **options)
+            y.backward(mine.grad.to(y.dtype))
+            grads = {name: getattr(leaves[name], "main_grad", leaves[name].grad) for name in names}
+            results.append({"y": y.detach(), **grads})
+        found[label] = [name for name in results[0] if not torch.equal(results[0][name], results[1][name])]
+    return found
+
+
 def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh that divides experts, and cuts them if it has two dimensions."""
     return init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp")[: len(shape)])
@@ -247,6 +280,7 @@ def cases(ranks: int) -> Iterator[Case]:
     yield "experts fp8_blockwise", here(experts, "fp8_blockwise", flat, bias=True, hot=True)
     yield "experts mxfp8 low", here(experts, "mxfp8", batch, payload="low", bias=True)
     yield "experts bf16", here(experts, "bf16", batch, bias=True, hot=True)
+    yield "partial", partial
     yield "divided", lambda: divided(mesh_of(2), AllToAll())
     yield "divided low", lambda: divided(mesh_of(2), AllToAll("low"))
     yield "trained experts", lambda: trained(None)
