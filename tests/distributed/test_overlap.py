@@ -110,6 +110,9 @@ def check_operations(found: dict[str, Any]) -> None:
 def check_two(found: dict[str, Any]) -> None:
     for wgrad in ("mlp mxfp8", "mlp mxfp8 requantized"):
         assert found[wgrad] == {"y": 0, "x": 0, "gate_up": 0, "down": 0}
+    # columns of x, and the sum of the layers' gradients
+    for label, columns in (("shared mxfp8 owner", 1), ("shared mxfp8 requantized", 0), ("shared bf16 owner", 0)):
+        assert found[label] == {"differ": [0] * 8, "calls": [GATHER] * columns + [SCATTER]}, label
     losses = found["trained"]
     assert losses["on"] == losses["off"]
     assert len(set(losses["on"])) == 4
@@ -147,6 +150,7 @@ def check_two(found: dict[str, Any]) -> None:
     assert "one of auto, on, off" in said["name"]
     assert "one rank" in said["alone"]
     assert "gathered before" in said["gathered"]
+    assert "values and operands of x" in said["values and operands"]
     assert "compiled code" in said["compiled"]
     for name in WITHOUT:
         assert found[f"without {name}"]["with"] == 0, name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -96,6 +96,26 @@ def mlp(name: str, wgrad: str) -> Any:
     )
 
 
+def shared(recipe: str, wgrad: Any) -> Any:
+    """Three layers of one activation, overlapped and not: results and gradients that differ, and collectives."""
+    part, found = part_of(data(sizes(), torch.bfloat16), sizes()), list[list[Tensor]]()
+    for overlap in ("off", "on", "on"):
+        x = part.x.clone().requires_grad_()
+        weights = [(part.up * scale).requires_grad_() for scale in (1.0, 0.5, 3.0)]
+        options: dict[str, Any] = {"group": world(), "recipe": recipe}
+        with Wire() if len(found) == 2 else nullcontext() as wire:  # buffers grow by collectives
+            given = gather_activation(x, wgrad=wgrad, overlap=overlap, **options)
+            # tokens that arrive are waited for by the next gather, whichever layer takes them
+            other = column_parallel(part.x, part.up, overlap=overlap, **options)
+            ys = [column_parallel(given, weight, **options) for weight in weights]
+            torch.autograd.backward(ys, [y.detach() for y in ys])
+        leaves = [each.grad for each in (x, *weights) if each.grad is not None]
+        found.append([other, *(y.detach() for y in ys), *leaves])
+    assert wire is not None
+    differ = [int((a != b).sum()) for a, b in zip(found[0], found[2], strict=True)]
+    return {"differ": differ, "calls": wire.calls}
+
+
 def trained(recipe: str) -> Any:
     """Losses of four steps of a residual MLP of two layers, overlapped and not."""
     part = part_of(data(sizes(), torch.bfloat16), sizes())
@@ -179,6 +199,9 @@ def refusals() -> dict[str, str]:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     calls: dict[str, Callable[[], Any]] = {
         "name": lambda: column_parallel(part.x, part.up, **options, overlap="yes"),  # pyright: ignore[reportArgumentType]
+        "values and operands": lambda: gather_activation(
+            part.x, get_recipe("mxfp8").replace(saves="source"), group=world(), overlap="on"
+        ),
         "gathered": lambda: column_parallel(
             gather_activation(part.x, group=world(), recipe="mxfp8"), part.up, **options, overlap="on"
         ),
@@ -232,6 +255,8 @@ def cases(ranks: int) -> Iterator[Case]:
         yield "layers dgrad unquantized", functools.partial(layers, unquantized, dtype=torch.float32)
         yield "mlp mxfp8", functools.partial(mlp, "mxfp8", "owner")
         yield "mlp mxfp8 requantized", functools.partial(mlp, "mxfp8", "requantized")
+        for recipe, wgrad in (("mxfp8", "owner"), ("mxfp8", "requantized"), ("bf16", "owner")):
+            yield f"shared {recipe} {wgrad}", functools.partial(shared, recipe, wgrad)
         yield "trained", functools.partial(trained, "fp8_blockwise")
         for name in ("fp8_1x128", "mxfp8_e4m3", None):
             yield f"operands {name}", functools.partial(operands, name)
