@@ -44,7 +44,12 @@ EXPERTS = ("--parallelism.expert-parallel-degree", "2", "--training.disable-cuda
 FOLDER = Path(os.environ.get("TITAN_RANKS", "/nonexistent"))
 EXPERT_COUNT = 4
 # what a rank gives to a collective, among its arguments
-COLLECTIVES: dict[str, Any] = {"_allgather_base_": lambda args: args[1], "all_to_all_single": lambda args: args[0]}
+COLLECTIVES: dict[str, Any] = {
+    "_allgather_base_": lambda args: args[1:2],
+    "all_to_all_single": lambda args: args[:1],
+    "all_gather_into_tensor": lambda args: args[:1],
+    "all_gather_into_tensor_coalesced": lambda args: args[0],
+}
 MODELS = {"llama3_debug": 0, "deepseek_v3_debug": 1}  # the block that is trained
 
 
@@ -58,8 +63,7 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if "c10d" in func.namespace and name in COLLECTIVES:
-            given = COLLECTIVES[name](args)
-            self.bytes[name] += given.numel() * given.element_size()
+            self.bytes[name] += sum(each.numel() * each.element_size() for each in COLLECTIVES[name](args))
         return func(*args, **(kwargs or {}))
 
 
@@ -268,7 +272,20 @@ def two() -> dict[str, Any]:
         found["nvfp4"] = f"{type(error).__name__}: {error}"
     found["pp"], found["cp"] = pipeline(*line), context(*line)
     found |= {f"gathered {name}": each for name, each in gathered_experts.titan_cases()}
-    return found | gathers() | dispatchers()
+    return found | gathers() | dispatchers() | sequence_shards()
+
+
+def sequence_shards() -> dict[str, Any]:
+    """Tensor parallel layers that gather codes, overlapped and not, beside torchtitan's, which gather 16 bits."""
+    line, recipe = (*SHARDED, *TENSOR, BATCH, "1"), "fp8_blockwise_pow2"
+    theirs = Run(LLAMA, *line, edit=own_kind(recipe=recipe))
+    off, on = (
+        Run(LLAMA, *line, edit=own_kind(recipe=recipe, tensor_parallel="low", overlap=overlap))
+        for overlap in ("off", "on")
+    )
+    wire = [sum(each.wire[name] for name in COLLECTIVES if "into_tensor" in name) for each in (theirs, off, on)]
+    log = [each for each in on.log if "under tensor parallelism" in each]
+    return {"tp low": off.like(theirs) | {"wire": wire, "log": log}, "tp overlap": on.like(off)}
 
 
 def pipeline(*line: str) -> dict[str, Any]:

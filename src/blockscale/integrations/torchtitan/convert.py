@@ -19,6 +19,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from ...autograd.recipe import Recipe
+from ...distributed.overlap.choice import OVERLAPS, Overlap
 from ...errors import check_name, refuse
 from ...nn.policy import NARROW, Blocks, find_ends
 from ...nn.report import ConversionReport, Converted, Skipped, nothing_converted, speed_note
@@ -45,6 +46,8 @@ class BlockScaledConverter(QuantizationConverter):
         gather: "low", FSDP2 gathers weights in square blocks as codes; None, in the dtype of its policy.
         dispatch: under expert parallelism rows travel by our dispatchers: "bf16" or "low", the payload of `AllToAll`,
         or a function from the mesh to a dispatcher; None, by torchtitan's.
+        tensor_parallel: "low", attention and feed-forward gather codes of sequence shards; None, torchtitan gathers 16
+        bits.  overlap: that gather and the sums beside products, see `distributed.column_parallel`.
         fqns: globs of the layers to convert, linear ones and experts.  skip: globs of those to keep.  keep_first,
         keep_last: blocks that stay in high precision at the ends, the last ones also by share; None keeps the first
         two and the last 15 % with 4-bit formats, and none with others.
@@ -54,6 +57,8 @@ class BlockScaledConverter(QuantizationConverter):
         weight_cast: str | None = None
         gather: str | None = None
         dispatch: Dispatch | None = None
+        tensor_parallel: str | None = None
+        overlap: Overlap = "auto"
         fqns: list[str] = field(default_factory=lambda: list(FQNS))
         skip: list[str] = field(default_factory=lambda: list(SKIP))
         keep_first: int | None = None
@@ -69,6 +74,9 @@ class BlockScaledConverter(QuantizationConverter):
         recipe = training_recipe(options.recipe, options.weight_cast)
         if options.gather is not None:
             check_name(options.gather, ("low",), "gather")
+        if options.tensor_parallel is not None:
+            check_name(options.tensor_parallel, ("low",), "tensor_parallel")
+        check_name(options.overlap, OVERLAPS, "overlap")
         _check_globs(fqns=options.fqns, skip=options.skip)
         nodes = list(_nodes(model_config))
         ends = find_ends(lambda: _blocks(nodes), recipe, options.keep_first, options.keep_last, defaults=True)
@@ -100,9 +108,10 @@ class BlockScaledConverter(QuantizationConverter):
             (logger.info if converted else logger.warning)(line)
         if options.dispatch is not None:
             use_dispatch(model_config, options.dispatch, recipe)
-        if options.gather is None and options.dispatch is None:
+        wires = {"gather": options.gather, "tensor_parallel": options.tensor_parallel, "overlap": options.overlap}
+        if options.dispatch is None and options.gather is None and options.tensor_parallel is None:
             return model_config
-        return derive(model_config, wired_class(type(model_config)._owner).Config, gather=options.gather)
+        return derive(model_config, wired_class(type(model_config)._owner).Config, **wires)
 
 
 def converted_config(config: Any, recipe: Recipe, name: str = "") -> Any | str:

@@ -9,9 +9,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from ...distributed.overlap.choice import Overlap
 from ...errors import refuse
 from .dispatch import BlockScaledRoutedExperts
 from .gather import use_low_gather
+from .tensor_parallel import use_low_tensor_parallel
 
 
 @functools.cache
@@ -21,15 +23,24 @@ def wired_class(plain: type[Any]) -> type[Any]:
     class Model(plain):
         @dataclass(kw_only=True, slots=True)
         class Config(plain.Config):
-            """gather: as for `BlockScaledConverter`."""
+            """gather, tensor_parallel, overlap: as for `BlockScaledConverter`."""
 
             gather: str | None = None
+            tensor_parallel: str | None = None
+            overlap: Overlap = "auto"
 
             def update_from_config(self, *, config: Any, **named: Any) -> None:
                 plain.Config.update_from_config(self, config=config, **named)
                 divides = config.parallelism.expert_parallel_degree > 1
                 if divides and any(True for _ in self.traverse(BlockScaledRoutedExperts.Config)):
                     _check_eager(config, "dispatch and expert parallelism", "our dispatchers read numbers of rows")
+                parallelism = config.parallelism
+                if self.tensor_parallel is not None and parallelism.tensor_parallel_degree > 1:
+                    _check_eager(
+                        config, "tensor_parallel='low'", "torch 2.13 does not trace the gather that layers share"
+                    )
+                    _check_backend(parallelism.spmd_backend)
+                    use_low_tensor_parallel(self, self.overlap, sequence_parallel=parallelism.enable_sequence_parallel)
                 if self.gather is not None:
                     _check_eager(config, "gather='low'", "torch 2.13 cannot partition a graph of gathered codes")
                     use_low_gather(config.model_spec)
@@ -45,4 +56,14 @@ def _check_eager(config: Any, what: str, why: str) -> None:
             f"compiled blocks with {what}",
             f"torchtitan compiles blocks as one graph, and {why}",
             "compile the loss alone (--compile.components loss), or leave the option out",
+        )
+
+
+def _check_backend(backend: str) -> None:
+    """Raise unless activations are DTensors of tensor parallel ranks alone."""
+    if backend != "partial_dtensor":
+        refuse(
+            f"tensor_parallel='low' with spmd_backend {backend!r}",
+            "layers that communicate themselves take shards of one dimension",
+            "use --parallelism.spmd-backend partial_dtensor",
         )
