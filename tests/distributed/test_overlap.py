@@ -13,7 +13,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from blockscale.distributed.overlap.arena import SharedArena
+from blockscale.distributed.overlap.arena import HEADER, SharedArena
 from support.overlapped import run
 from support.overlapped_link import WITHOUT
 from support.ranks import start_ranks
@@ -109,7 +109,7 @@ def check_two(found: dict[str, Any]) -> None:
 def test_a_flag_passes_2_to_the_31():
     """The comparison of numbers of calls by the sign of their difference."""
     arena = SharedArena.__new__(SharedArena)
-    arena.rank, arena.flags = 0, [torch.zeros(4, dtype=torch.int32)]
+    arena.rank, arena.flags = 0, [torch.zeros(HEADER // 4, dtype=torch.int32)]
     for written, wanted, behind in ((5, 5, False), (5, 6, True), (2**31 - 1, 2**31, True), (2**31 + 3, 2**31, False)):
-        arena.signal(0, written)
+        arena.signal([0], written, 0)
         assert arena.is_behind(0, wanted) == behind
