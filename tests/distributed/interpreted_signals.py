@@ -206,7 +206,7 @@ def run(rank: int, folder: str) -> None:
                     act()
                 except RankError as error:
                     said += str(error)
-    Path(folder, f"{rank}.json").write_text(json.dumps([2 * CALLS, wrong, said]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([2 * CALLS, int(wrong), said]))
     dist.barrier()
     dist.destroy_process_group()
 
