@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,96 +30,13 @@ from torch.multiprocessing import start_processes  # noqa: E402
 
 from blockscale.distributed.overlap import cuda  # noqa: E402
 from blockscale.distributed.overlap import link as link_module  # noqa: E402
-from blockscale.distributed.overlap.arena import ANY, HEADER, digest_at, wrapped  # noqa: E402
+from blockscale.distributed.overlap.arena import HEADER  # noqa: E402
 from blockscale.distributed.overlap.link import Link  # noqa: E402
-from blockscale.distributed.overlap.signals import OTHER_CALL, TIMED_OUT, Failure, Fault, Flags  # noqa: E402
 from blockscale.errors import RankError  # noqa: E402
 from support.overlapped_link import gathered, summed  # noqa: E402
+from support.signal_checks import checks  # noqa: E402
 
-CPU = torch.device("cpu")
 CALLS = 40
-DIGEST = 0x7FFFFFFF
-
-
-def headers(ranks: int) -> list[Tensor]:
-    return [torch.zeros(HEADER // 4, dtype=torch.int32) for _ in range(ranks)]
-
-
-def flags(of: list[Tensor], rank: int, polls: int = 3) -> tuple[Flags, Fault]:
-    fault = Fault.on(CPU)
-    return Flags(of, rank, fault, polls), fault
-
-
-def passes(written: int, wanted: int) -> bool:
-    """Whether a wait for one call passes after a signal of another."""
-    memory = headers(2)
-    (first, _), (second, fault) = flags(memory, 0), flags(memory, 1)
-    memory[1][digest_at(wanted, 0)] = DIGEST
-    first.signal([1], written, DIGEST)
-    second.wait(0, wanted, DIGEST)
-    return fault.failure() is None
-
-
-def waits_until_a_signal() -> bool:
-    """A wait ends with a signal, and well before its limit."""
-    memory = headers(2)
-    second, fault = flags(memory, 1, polls=10_000_000)
-    memory[1][digest_at(5, 0)] = 9
-
-    def late() -> None:
-        time.sleep(0.3)
-        memory[1][0] = 5  # one thread interprets at a time
-
-    start = time.monotonic()
-    thread = threading.Thread(target=late)
-    thread.start()
-    second.wait(0, 5, 9)
-    thread.join()
-    return fault.failure() is None and 0.25 < time.monotonic() - start < 30
-
-
-def checks() -> dict[str, bool]:
-    found = {
-        "the same": passes(5, 5),
-        "an earlier one": not passes(4, 5),
-        "a later one": passes(6, 5),
-        "2^31 after 2^31 - 1": not passes(2**31 - 1, 2**31),
-        "2^31": passes(2**31, 2**31),
-        "2^31 + 3 for 2^31": passes(2**31 + 3, 2**31),
-        "2^31 + 3 for 2^31 - 1": passes(2**31 + 3, 2**31 - 1),
-        "2^32 - 1 for 2^32": not passes(2**32 - 1, 2**32),
-        "2^32 for 2^32 - 1": passes(2**32, 2**32 - 1),
-        "until a signal": waits_until_a_signal(),
-    }
-    # several ranks at once, around the end; each flag and digest where its waiter looks, and nowhere else
-    memory = headers(4)
-    flags(memory, 2)[0].signal([3, 0, 1], 7, 11)
-    for rank, each in enumerate(memory):
-        want = torch.zeros_like(each)
-        if rank != 2:
-            want[2], want[digest_at(7, 2)] = 7, 11
-        found[f"written at {rank}"] = torch.equal(each, want)
-    # a digest of another call
-    memory = headers(2)
-    flags(memory, 0)[0].signal([1], 3, 10)
-    second, fault = flags(memory, 1)
-    second.wait(0, 3, 11)
-    found["another call"] = fault.failure() == Failure(OTHER_CALL, 0, 3) and int(fault.word) == int(fault.told)
-    second, other = flags(memory, 1)
-    second.wait(0, 3, ANY)
-    found["any call"] = other.failure() is None
-    # the first failure stays, later waits end at once, and no flag is set any more
-    slow = Flags(memory, 1, fault, 1e9)
-    slow.wait(0, 9, 0)
-    slow.signal([0], 3, 10)
-    found["the first failure"] = fault.failure() == Failure(OTHER_CALL, 0, 3)
-    found["no flags after it"] = not memory[0].any()
-    memory = headers(300)
-    memory[299][257] = wrapped(2**31 + 4)
-    second, fault = flags(memory, 299)
-    second.wait(257, 2**31 + 5, 0)
-    found["a timeout"] = fault.failure() == Failure(TIMED_OUT, 257, 2**31 + 5)
-    return found
 
 
 class Inline:
@@ -146,7 +62,7 @@ class Files:
     def _map(self, rank: int, size: int) -> Tensor:
         return torch.from_file(f"{self.folder}/{self.count}-{rank}", shared=True, size=size, dtype=torch.uint8)
 
-    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, size: int, device: torch.device) -> Tensor:
         self.count += 1
         self.sizes.append(size)
         Path(self.folder, f"{self.count}-{self.rank}").write_bytes(b"\xff" * size)
@@ -160,7 +76,8 @@ class Files:
             found = maps[rank].view(dtype)
             return found[offset : offset + math.prod(sizes)].view(sizes)
 
-        return SimpleNamespace(get_buffer=get_buffer)
+        # `own` is mapped twice
+        return SimpleNamespace(get_buffer=get_buffer, buffer_ptrs=[own.data_ptr()] * self.ranks)
 
 
 @contextmanager
@@ -169,6 +86,7 @@ def on_the_cpu(memory: Files, limit: float) -> Generator[None]:
     with ExitStack() as stack:
         for where, name, instead in (
             (cuda, "symm_mem", memory),
+            (cuda, "symmetric_buffer", memory.empty),
             (cuda, "CudaSide", Inline),
             (cuda, "timeout_of", lambda group: limit),
             (torch.cuda, "synchronize", lambda device: None),

@@ -24,6 +24,7 @@ from blockscale.distributed.overlap.arena import HEADER
 from blockscale.distributed.overlap.signals import OTHER_CALL, TIMED_OUT, Fault, Flags
 from blockscale.errors import RankError, ShardingError
 from support import helpers
+from support.signal_checks import checks
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,15 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_interpreted_kernels():
     """Numbers that pass 2^31, timeouts, other calls, what a fault ends; and a link of two processes."""
-    assert helpers.interpreted(Path(__file__).parent / "interpreted_signals.py") == (20, 160, 0)
+    assert helpers.interpreted(Path(__file__).parent / "interpreted_signals.py") == (22, 160, 0)
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu():
+    """The same, by the GPU's clock."""
+    found = checks()
+    assert len(found) == 21
+    assert [name for name, holds in found.items() if not holds] == []
 
 
 def compiled(arch: int) -> dict[str, Any]:

@@ -22,9 +22,7 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
-from blockscale.distributed.collectives import ranks_of
-from blockscale.distributed.overlap import all_gather_mm, mm_reduce_scatter
-from blockscale.distributed.overlap.link import Link
+from blockscale.distributed.overlap import all_gather_mm, check, mm_reduce_scatter
 from blockscale.errors import BlockscaleError
 from support import overlapped_link
 from support.helpers import same_operand
@@ -261,8 +259,7 @@ def other_order() -> str:
     try:
         for loss in losses[:: -1 if dist.get_rank() == dist.get_world_size() - 1 else 1]:
             loss.backward()
-        settle()
-        Link.of(ranks_of(world()), device()).check()
+        check(world())
     except BlockscaleError as error:
         return str(error)
     return "no error"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...errors import ShardingError, refuse
 from ..failures import error_of_waiting, first_failure, timeout_of
+from ..symmetric import symmetric_buffer
 from .arena import HEADER, refuse_other_call, wrapped
 from .signals import TIMED_OUT, Fault, Flags
 from .transport import Arena, Side
@@ -36,10 +37,11 @@ class CudaArena:
         self.size, rank, ranks = size, group.rank(), group.size()
         torch.cuda.synchronize(device)
         with torch.inference_mode(False), torch.cuda.device(device):  # later calls write it in any mode
-            self._own = symm_mem.empty(HEADER + size, dtype=torch.uint8, device=device)
+            self._own = symmetric_buffer(HEADER + size, device)
             self._own[:HEADER].view(torch.int32).fill_(wrapped(call - 1))
             torch.cuda.synchronize(device)  # before others write there
             self._handle: Any = _rendezvous(self._own, group)
+            assert self._handle.buffer_ptrs[rank] == self._own.data_ptr(), "no offset, which peers could not know"
             headers = [self._handle.get_buffer(each, (HEADER // 4,), torch.int32, 0) for each in range(ranks)]
             self.data: list[Tensor] = [
                 self._handle.get_buffer(each, (size,), torch.uint8, HEADER) for each in range(ranks)
@@ -142,6 +144,8 @@ def _rendezvous(own: Tensor, group: dist.ProcessGroup) -> Any:
     """Symmetric memory of all ranks."""
     try:
         return symm_mem.rendezvous(own, group)
+    except dist.DistError:  # another rank is gone
+        raise
     except RuntimeError as error:
         what = f"no symmetric memory of {own.numel():,} bytes: {str(error).partition(chr(10))[0]}"
         rule = "overlap moves rows through memory that all GPUs of a group map"

@@ -62,12 +62,16 @@ class Link:
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device = _CPU) -> Link:
         """The link of a group. Calls follow one another in the same order on all of its ranks."""
-        group = dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
-        links = cls._LINKS.setdefault(group, {})
+        links = cls.all_of(ranks)
         found = links.get(device)
         if found is None:
-            found = links[device] = Link(group, device)
+            found = links[device] = Link(_group_of(ranks), device)
         return found
+
+    @classmethod
+    def all_of(cls, ranks: Ranks) -> dict[torch.device, Link]:
+        """Links of a group by device."""
+        return cls._LINKS.setdefault(_group_of(ranks), {})
 
     def check(self) -> None:
         """Raise the error of a wait that failed on the GPU; later calls raise it by themselves. No sync."""
@@ -237,6 +241,10 @@ class Summation:
         """Where the part of a source lies in the memory of an owner."""
         start = self._arena.size // SLOTS * slot_of(self.call) + source * self._size
         return self._arena.data[owner][start : start + self._size].view(self.dtype).view(self.shape)
+
+
+def _group_of(ranks: Ranks) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
 
 
 def slot_of(call: int) -> int:
