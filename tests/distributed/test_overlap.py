@@ -81,7 +81,7 @@ def test_processes_on_one_gpu(tmp_path: Path, ranks: int):
             check_layers(label, found[label], ranks)
         for label in (label for label in found if label.startswith("fastest")):
             assert all(off <= 0.02 for off in found[label].values()), found[label]
-        assert found["many calls"] == {"wrong": 0, "calls": 500}
+        assert found["many calls"] == {"wrong": 0, "calls": 500 if ranks == 2 else 200}
         assert found["broken off"] == {"wrong": 0, "sums": 6}
         assert found["two streams"] == 0
         if ranks == 2:

@@ -6,9 +6,13 @@ No GPU: see support/simulated_streams.py. `link.py` is the one that runs on GPUs
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -198,3 +202,20 @@ def test_what_cannot_be_left_out(name: str):
             return True
 
     assert any(is_wrong(seed) for seed in range(100)), f"{name} is not needed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_one_process_on_a_gpu(ranks: int):
+    """Streams that run at the same time, without a sync between calls; see support/virtual_ranks.py."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    # a queue of its own for every stream: a wait must not hold up another rank
+    environment = {**os.environ, "PYTHONPATH": path, "OVERLAP_ON": "cuda", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    program = [sys.executable, "-m", "support.virtual_ranks", str(ranks), "1000"]
+    done = subprocess.run(program, env=environment, check=False, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found.pop("") == 0
+    assert len(found) == 4
+    for name, wrong in found.items():
+        assert wrong > 0, f"{name} is not needed"
