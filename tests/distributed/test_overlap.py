@@ -19,7 +19,7 @@ from support.overlapped import run
 from support.overlapped_link import TIMEOUT, WITHOUT, lose_a_rank
 from support.ranks import start_ranks
 
-GATHER, SUM = "all_gather_into_tensor_coalesced", "all_reduce"
+GATHER, SUM, SCATTER = "all_gather_into_tensor_coalesced", "all_reduce", "reduce_scatter_tensor"
 
 
 def results_of(ranks: int, folder: Path, start: Callable[..., Any] = start_ranks) -> list[dict[str, Any]]:
@@ -57,8 +57,16 @@ def test_ranks(tmp_path: Path, ranks: int):
             check_layers(label, found[label], ranks)
         assert found["many calls"] == {"wrong": 0, "calls": 100}
         assert found["broken off"] == {"wrong": 0, "sums": 6}
+        for label in (label for label in found if label.startswith(("experts", "divided", "mesh"))):
+            check_experts(label, found[label], ranks)
         if ranks == 2:
             check_two(found)
+            check_operations(found)
+        for label in ("trained experts",) if ranks == 2 else ("trained mesh",):
+            assert found[label]["moved"] > 0.01
+            assert found[label]["apart"] < 1e-6
+            assert found[label]["on"] == pytest.approx(found[label]["off"], rel=1e-6)
+            assert len(set(found[label]["on"])) == 4
     assert not set(Path("/dev/shm").glob("blockscale-*")) - before, "a file of an arena is left behind"
 
 
@@ -79,6 +87,8 @@ def test_processes_on_one_gpu(tmp_path: Path, ranks: int):
         assert len(layers) == 4
         for label in layers:
             check_layers(label, found[label], ranks)
+        for label in (label for label in found if label.startswith("experts")):
+            check_experts(label, found[label], ranks)
         for label in (label for label in found if label.startswith("fastest")):
             assert all(off <= 0.02 for off in found[label].values()), found[label]
         assert found["many calls"] == {"wrong": 0, "calls": 500 if ranks == 2 else 200}
@@ -107,10 +117,51 @@ def test_a_killed_rank_on_a_gpu(tmp_path: Path):
         assert "while rank 0 waits in overlapped call 4" in said
 
 
+def check_experts(label: str, found: dict[str, Any], ranks: int) -> None:
+    """The bits of the path with collectives, but for sums over more than two ranks. A dispatcher sums the slots of a
+    token at its rank, and so rounds y once less."""
+    dispatched = label.startswith(("divided", "mesh"))
+    sums = {"y", "x", "gates"} if ranks > 2 else {"y"} if dispatched else set[str]()
+    assert {name for name, wrong in found["differ"].items() if wrong} <= sums, label
+    assert max(found["off"].values()) < 2**-8, label
+    # the experts and gate weights of slots, and the gradients of gate weights
+    assert dispatched or found["calls"] == [GATHER, SCATTER], label
+
+
+def check_operations(found: dict[str, Any]) -> None:
+    """Layers 0 and 1 without gradients, and what they and the layers refuse."""
+    for format in ("fp8_1x128", "mxfp8_e4m3", None):
+        assert found[f"expert operands {format}"] == {"off": [True] * 4, "on": [True] * 4, "sums": True}, format
+    calls = "x", "gates", "weights", "biases", "autocast", "main_grad"
+    assert found["partial"] == {call: [] for call in calls}
+    parts = {
+        "one product": "this one leaves a product unquantized",
+        "tensor scale": "this one has tensor scales or rounds stochastically",
+        "no gates": "without gate weights",
+        "hooks": "experts with hooks",
+        "odd": "5 experts on 2 ranks",
+        "name": "one of auto, on, off",
+        "style": "one of auto, on, off",
+        "rows": "a (3, 64) for a routing of 4 tokens",
+        "experts": "experts=range(0, 5) of 4",
+        "weight": "weight (1, 32, 64) for 4 experts of 64 features",
+        "mixed": "an operand times a tensor",
+        "none": "tokens are gathered for weights",
+        "uneven": "ranks that make different calls",
+    }
+    for name, part in parts.items():
+        assert part in found["refused experts"][name], name
+    wrong = found["without the wait for tokens"]
+    assert wrong["with"] == 0
+    assert wrong["without"] > 0
+
+
 def check_both(found: dict[str, Any]) -> None:
     """Cases of two ranks on CPUs and on a GPU."""
     for wgrad in ("mlp mxfp8", "mlp mxfp8 requantized"):
         assert found[wgrad] == {"y": 0, "x": 0, "gate_up": 0, "down": 0}
+    for wgrad, columns in (("owner", 1), ("requantized", 0)):
+        check_shared(f"mxfp8 {wgrad}", columns, found)
     losses = found["trained"]
     assert losses["on"] == losses["off"]
     assert len(set(losses["on"])) == 4
@@ -130,6 +181,11 @@ def check_both(found: dict[str, Any]) -> None:
         assert found[f"without {name}"]["without"] > 0, f"{name} is not needed"
 
 
+def check_shared(name: str, columns: int, found: dict[str, Any]) -> None:
+    """Layers of one activation gather columns of x alone, and sum the layers' gradients."""
+    assert found[f"shared {name}"] == {"differ": [0] * 8, "calls": [GATHER] * columns + [SCATTER]}, name
+
+
 def check_operands(name: str | None, results: int, found: dict[str, Any]) -> None:
     equal = [True] * results
     assert found[f"operands {name}"] == {"off": equal, "on": equal, "sums": True, "grad": False}, name
@@ -138,6 +194,7 @@ def check_operands(name: str | None, results: int, found: dict[str, Any]) -> Non
 def check_two(found: dict[str, Any]) -> None:
     check_both(found)
     check_operands(None, 3, found)
+    check_shared("bf16 owner", 0, found)
     said = found["refused operands"]
     assert "without a tensor scale" in said["tensor scale"]
     assert "both are operands or both tensors" in said["mixed"]
@@ -156,6 +213,7 @@ def check_two(found: dict[str, Any]) -> None:
     assert "one of auto, on, off" in said["name"]
     assert "one rank" in said["alone"]
     assert "gathered before" in said["gathered"]
+    assert "values and operands of x" in said["values and operands"]
     assert "compiled code" in said["compiled"]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
 from blockscale.distributed.overlap import all_gather_mm, check, mm_reduce_scatter
 from blockscale.errors import BlockscaleError
-from support import overlapped_link
+from support import overlapped_experts, overlapped_link
 from support.helpers import same_operand
 from support.overlapped_link import device, said_by, settle
 from support.rank_program import Case, main, run_cases
@@ -118,6 +118,26 @@ def mlp(name: str, wgrad: str) -> Any:
     return dict(
         zip(("y", "x", "gate_up", "down"), (int((a != b).sum()) for a, b in zip(*results, strict=True)), strict=True)
     )
+
+
+def shared(recipe: str, wgrad: Any) -> Any:
+    """Three layers of one activation, overlapped and not: results and gradients that differ, and collectives."""
+    part, found = own_part(data(sizes(), torch.bfloat16), sizes()), list[list[Tensor]]()
+    for overlap in ("off", "on", "on"):
+        x = part.x.clone().requires_grad_()
+        weights = [(part.up * scale).requires_grad_() for scale in (1.0, 0.5, 3.0)]
+        options: dict[str, Any] = {"group": world(), "recipe": recipe}
+        with Wire() if len(found) == 2 else nullcontext() as wire:  # buffers grow by collectives
+            given = gather_activation(x, wgrad=wgrad, overlap=overlap, **options)
+            # tokens that arrive are waited for by the next gather, whichever layer takes them
+            other = column_parallel(part.x, part.up, overlap=overlap, **options)
+            ys = [column_parallel(given, weight, **options) for weight in weights]
+            torch.autograd.backward(ys, [y.detach() for y in ys])
+        leaves = [each.grad for each in (x, *weights) if each.grad is not None]
+        found.append([other, *(y.detach() for y in ys), *leaves])
+    assert wire is not None
+    differ = [int((a != b).sum()) for a, b in zip(found[0], found[2], strict=True)]
+    return {"differ": differ, "calls": wire.calls}
 
 
 def trained(recipe: str) -> Any:
@@ -223,6 +243,9 @@ def refusals() -> dict[str, str]:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     calls: dict[str, Callable[[], Any]] = {
         "name": lambda: column_parallel(part.x, part.up, **options, overlap="yes"),  # pyright: ignore[reportArgumentType]
+        "values and operands": lambda: gather_activation(
+            part.x, get_recipe("mxfp8").replace(saves="source"), group=world(), overlap="on"
+        ),
         "gathered": lambda: column_parallel(
             gather_activation(part.x, group=world(), recipe="mxfp8"), part.up, **options, overlap="on"
         ),
@@ -286,6 +309,8 @@ def cases(ranks: int) -> Iterator[Case]:
             yield "refusals", refusals
         yield "mlp mxfp8", functools.partial(mlp, "mxfp8", "owner")
         yield "mlp mxfp8 requantized", functools.partial(mlp, "mxfp8", "requantized")
+        for recipe, wgrad in (("mxfp8", "owner"), ("mxfp8", "requantized"), ("bf16", "owner"))[: 2 if on_gpu else 3]:
+            yield f"shared {recipe} {wgrad}", functools.partial(shared, recipe, wgrad)
         yield "trained", functools.partial(trained, "fp8_blockwise")
         for name in ("fp8_1x128", "mxfp8_e4m3"):
             yield f"operands {name}", functools.partial(operands, name)
@@ -303,16 +328,17 @@ def last_case(ranks: int) -> Iterator[Case]:
 
 def run(rank: int, ranks: int, folder: str, only: tuple[str, ...] = ()) -> None:
     """All cases on one rank."""
+    parts = cases, overlapped_experts.cases, overlapped_link.cases, last_case
     found = functools.partial(run_cases, rank, ranks, folder, only)
     with ExitStack() as stack:
         # it sums in an order that does not depend on the number of rows
-        stack.enter_context(bs.use_backend(gemm="reference"))
+        stack.enter_context(bs.use_backend(gemm="reference", m_grouped="reference", k_grouped="reference"))
         timeout = None
         if device().type == "cuda":
             torch.cuda.set_device(0)
             stack.enter_context(ViaHost())
             timeout = timedelta(seconds=60)  # a rank that fails alone must not keep the others for longer
-        found(lambda: (*cases(ranks), *overlapped_link.cases(ranks), *last_case(ranks)), timeout)
+        found(lambda: (case for part in parts for case in part(ranks)), timeout)
 
 
 if __name__ == "__main__":

@@ -114,13 +114,13 @@ def check_routed(x: Tensor, routing: Routing, features: int, experts: int) -> tu
     return routing.permutation
 
 
-def check_fused(*, fused: bool) -> None:
-    """Raise unless both layers of experts are one function."""
+def check_fused(*, fused: bool, option: str = 'payload="low"', instead: str = 'payload="bf16"') -> None:
+    """Raise unless both layers of experts are one function.  option: needs it.  instead: does not."""
     if not fused:
         refuse(
-            'payload="low" for experts with hooks, with a forward or an activation of their own, or with two recipes',
-            rule="what travels as codes goes through both layers in one function",
-            fix='remove hooks and set one recipe, or use payload="bf16"',
+            f"{option} for experts with hooks, with a forward or an activation of their own, or with two recipes",
+            rule="rows that travel so go through both layers in one function",
+            fix=f"remove hooks and set one recipe, or use {instead}",
         )
 
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from ..autograd.grouped import check_combined
 from ..autograd.recipe import Recipe
-from ..errors import ShardingError, refuse
+from ..errors import ShardingError, check_name, refuse
 from ..formats.checks import in_words
 from ..formats.stochastic import Stochastic
 from ..grouped import Routing, as_routing
@@ -27,18 +27,26 @@ from ..nn.adapters import AdaptedExperts, expert_sizes
 from ..nn.experts import GroupedExperts, GroupedLinear
 from ..nn.moe import MoE
 from ..nn.recipe_module import RecipeModule
-from .collectives import ranks_of
+from .collectives import Ranks, Tokens, ranks_of
 from .compiling import eager_before_2_13
 from .dispatch import AllToAll, Dispatcher, ExpertPlace
 from .divided_experts import DividedExperts, LowCall, check_fused, check_routed, own, rounding_of_own
+from .expert_all_gather import layer_by_all_gather
 from .expert_plan import check_low
 from .expert_styles import CutExperts, TensorParallelExperts, cut_experts_, cut_rest_
+from .overlap.choice import OVERLAPS, Overlap, link_for
+from .overlap.expert_sharing import ExpertSharing
 
 Divisible = TypeVar("Divisible", MoE, AdaptedExperts)
 
 
 def expert_parallel_(
-    moe: Divisible, mesh: DeviceMesh, dispatcher: Dispatcher | None = None, *, sequence_dim: int = 1
+    moe: Divisible,
+    mesh: DeviceMesh,
+    dispatcher: Dispatcher | None = None,
+    *,
+    sequence_dim: int = 1,
+    overlap: Overlap = "auto",
 ) -> Divisible:
     """Divide the experts of a layer among the ranks of a mesh, in place. Collective.
 
@@ -47,6 +55,9 @@ def expert_parallel_(
     mesh: of one dimension; or of two with names, such as mesh["ep", "tp"]: experts of an `nn.MoE` are then divided
     along the first, and the layer is cut along the second as `ExpertTensorParallel` does, with the dispatcher's
     payload. Tokens are sharded along both, along the second within `sequence_dim` of x.
+    overlap: "on", of an `nn.MoE`: the tokens of all ranks of the mesh are gathered in the dispatcher's payload, beside
+    products, in place of its exchange, and results are summed over all ranks, which have equal numbers of tokens.
+    "auto" is the exchange, so far; see `column_parallel`.
 
     Every rank keeps the values of its own experts. Their parameters become DTensors, sharded along the experts, so that
     DCP saves the whole and loads it on any number of ranks. Router and shared expert stay as they are. Each rank calls
@@ -55,6 +66,7 @@ def expert_parallel_(
     """
     chosen = AllToAll() if dispatcher is None else dispatcher
     experts = _check_layer(moe, mesh, chosen)
+    _check_overlap(overlap, experts, mesh.size(0))
     whole = next(experts.parameters()).shape[0]
     place = ExpertPlace(whole, mesh.get_local_rank(0), mesh.size(0), mesh.get_group(0))
     layers = [experts] if isinstance(experts, AdaptedExperts) else [experts.gate_up, experts.down]
@@ -66,7 +78,7 @@ def expert_parallel_(
         check_fused(fused=experts.is_swiglu)
     if mesh.ndim == 2:
         assert isinstance(moe, MoE)
-        _keep_own_cut(moe, mesh, place, CutExperts(sequence_dim, chosen.payload, ranks_of(mesh.get_group(1))))
+        _keep_own_cut(moe, mesh, place, CutExperts(sequence_dim, chosen.payload, ranks_of(mesh.get_group(1)), overlap))
         layers = []
     for layer in layers:
         if isinstance(layer, GroupedLinear):
@@ -76,6 +88,10 @@ def expert_parallel_(
         _keep_own(layer, mesh, place)
     if isinstance(experts, GroupedExperts):
         experts.__class__ = ParallelExperts if mesh.ndim == 1 else CutParallelExperts
+        assert isinstance(experts, ParallelExperts)
+        if overlap == "on":
+            everyone = mesh if mesh.ndim == 1 else mesh._flatten()  # pyright: ignore[reportPrivateUsage]
+            experts.everyone = ranks_of(everyone)
     assert isinstance(experts, DividedExperts)
     experts.place, experts.dispatcher = place, chosen
     return moe
@@ -97,7 +113,10 @@ class OwnGroupedLinear(GroupedLinear):
 
 
 class ParallelExperts(DividedExperts, GroupedExperts):
-    """`GroupedExperts` that are divided among ranks."""
+    """`GroupedExperts` that are divided among ranks.  everyone: ranks whose tokens overlapped calls gather; None
+    if rows travel by a dispatcher."""
+
+    everyone: Ranks | None = None
 
     @eager_before_2_13
     def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
@@ -106,7 +125,18 @@ class ParallelExperts(DividedExperts, GroupedExperts):
         routed = as_routing(routing)
         check_routed(x, routed, self.gate_up.in_features, self.place.experts)
         check_combined(gate_weights, routed)
-        return self.multiply(x, None, routed, gate_weights)
+        if self.everyone is None:
+            return self.multiply(x, None, routed, gate_weights)
+        if gate_weights is None:
+            refuse(
+                'overlap="on" for experts without gate weights',
+                rule="results are summed by token before they travel, and a sum needs its gate weights",
+                fix='pass the gate weights that route returned, or use overlap="off"',
+            )
+        link = link_for("on", x, self.everyone)
+        sharing = ExpertSharing(self.everyone, Tokens(1, x.shape[0]), self.place.span(), link)
+        y = layer_by_all_gather(self, x, routed, gate_weights, sharing, low=self.dispatcher.payload == "low")
+        return self._watch(y)
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """The result for tokens x [T, dim].  messages: of tokens that were cast already, else None. Collective."""
@@ -124,6 +154,10 @@ class ParallelExperts(DividedExperts, GroupedExperts):
 class CutParallelExperts(TensorParallelExperts, ParallelExperts):
     """`GroupedExperts` that are divided among ranks and cut along their hidden units. Tokens are gathered along the
     second dimension of the mesh, and every rank sends their rows along the first."""
+
+    def sharers(self, tokens: Tokens) -> tuple[Ranks, Tokens, range]:
+        """All ranks of both dimensions; the tokens of each are one run."""
+        return self.everyone or self.cut.ranks, Tokens(1, tokens.outer * tokens.inner), self.place.span()
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """This rank's part of the results for tokens x [T, dim] of the ranks that it shares experts with."""
@@ -219,6 +253,26 @@ def _check_layer(moe: object, mesh: object, dispatcher: object) -> GroupedExpert
             fix="pass AllToAll(), FixedCapacity(rows) or None",
         )
     return experts
+
+
+def _check_overlap(overlap: Overlap, experts: torch.nn.Module, ranks: int) -> None:
+    """Raise unless experts can be overlapped, if that is asked for.  ranks: that divide them."""
+    check_name(overlap, OVERLAPS, "overlap")
+    if overlap != "on":
+        return
+    if not isinstance(experts, GroupedExperts):
+        refuse(
+            f'overlap="on" for {type(experts).__name__}',
+            rule="tokens of all ranks are gathered for the experts of a blockscale.nn.MoE",
+            fix='use overlap="off" for experts of Transformers',
+        )
+    if (whole := experts.gate_up.experts) % ranks:
+        refuse(
+            f'overlap="on" for {whole} experts on {ranks} ranks',
+            rule="every rank has as many experts, so that all have as much to multiply",
+            fix=f'use a multiple of {ranks} experts, or overlap="off"',
+            error=ShardingError,
+        )
 
 
 def _check_same(

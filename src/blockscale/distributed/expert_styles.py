@@ -17,17 +17,20 @@ from ..autograd.dtensor import check_shards, shard_shape, unchanged_until_backwa
 from ..autograd.grouped import check_combined
 from ..autograd.operands import matrix
 from ..autograd.recipe import Recipe
-from ..errors import ShardingError, refuse
+from ..errors import ShardingError, check_name, refuse
 from ..formats.checks import in_words
 from ..grouped import Routing, as_routing
 from ..nn.experts import GroupedExperts, GroupedLinear
 from ..nn.moe import MoE
-from .collectives import Ranks, ranks_of
+from .collectives import Ranks, Tokens, ranks_of
 from .compiling import eager_before_2_13
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall, check_fused, check_routed
+from .expert_all_gather import layer_by_all_gather
 from .expert_plan import check_low
 from .expert_tensor_parallel import multiply_messages
+from .overlap.choice import OVERLAPS, Overlap, link_for
+from .overlap.expert_sharing import ExpertSharing
 from .styles import SwiGLUParallel, check_one_dimension, local_part
 from .tensor_parallel import refuse_stochastic_mlp
 from .token_exchange import ShardedTokens, over_hidden_units
@@ -41,6 +44,7 @@ class CutExperts(NamedTuple):
     sequence_dim: int
     payload: Payload
     ranks: Ranks
+    overlap: Overlap
 
 
 class CutGroupedLinear(GroupedLinear):
@@ -70,7 +74,7 @@ class TensorParallelExperts(GroupedExperts):
     def forward(self, x: Tensor, routing: Tensor | Routing, gate_weights: Tensor | None = None) -> Tensor:
         """Tokens [.., dim] of this rank with their routing and gate weights -> [.., dim]. Collective, and so is its
         backward."""
-        sequence_dim, payload, ranks = self.cut
+        sequence_dim, payload, ranks, overlap = self.cut
         first, second, routed = self.gate_up, self.down, as_routing(routing)
         if gate_weights is None:
             refuse(
@@ -81,12 +85,21 @@ class TensorParallelExperts(GroupedExperts):
         tokens = tokens_of(x, "sequence_dim", sequence_dim if x.dim() > 2 else 0, 1)
         check_routed(matrix(x), routed, first.in_features, first.experts)
         check_combined(gate_weights, routed)
+        everyone, all_tokens, mine = self.sharers(tokens)
+        if (link := link_for(overlap, x, everyone)) is not None:
+            sharing = ExpertSharing(everyone, all_tokens, mine, link)
+            y = layer_by_all_gather(self, x, routed, gate_weights, sharing, low=payload == "low")
+            return unchanged_until_backward(y, first.weight, second.weight)
         recipe = None
         if payload == "low":
             check_low(first.recipe)
             check_fused(fused=self.is_fused and first.recipe == second.recipe)
             recipe = first.recipe_now
         return over_hidden_units(x, routed, gate_weights, ShardedTokens(ranks, tokens), recipe, self.multiply)
+
+    def sharers(self, tokens: Tokens) -> tuple[Ranks, Tokens, range]:
+        """Ranks whose tokens an overlapped call gathers, where this rank's lie among them, and this rank's experts."""
+        return self.cut.ranks, tokens, range(self.gate_up.experts)
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """This rank's part of the results for tokens x [T, dim] of all ranks.  messages: of tokens that were cast."""
@@ -118,7 +131,8 @@ class ExpertTensorParallel(ParallelStyle):
     and out.
 
     sequence_dim: axis of x along which the tokens of the ranks lie, 1 for [B, S, K]; tokens [T, K] lie along axis 0.
-    payload: of gathered tokens, see `grouped_swiglu_parallel`.
+    payload: of gathered tokens, see `grouped_swiglu_parallel`.  overlap: see `column_parallel`, of the shared expert,
+    too.
 
     Of an `MoE` the router sees this rank's tokens, and the gradient of its weight is summed over ranks by DTensor; the
     shared expert becomes `SwiGLUParallel`, whose columns are requantized with payload="low".
@@ -126,11 +140,13 @@ class ExpertTensorParallel(ParallelStyle):
     that shape.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, payload: Payload = "bf16") -> None:
+    def __init__(self, *, sequence_dim: int = 1, payload: Payload = "bf16", overlap: Overlap = "auto") -> None:
         super().__init__()
         check_payload(payload)
+        check_name(overlap, OVERLAPS, "overlap")
         self.sequence_dim: int = sequence_dim
         self.payload: Payload = payload
+        self.overlap: Overlap = overlap
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         check_one_dimension(type(self).__name__, device_mesh)
@@ -142,7 +158,7 @@ class ExpertTensorParallel(ParallelStyle):
                 fix="use expert_parallel_ for experts of Transformers",
                 error=ShardingError,
             )
-        cut = CutExperts(self.sequence_dim, self.payload, ranks_of(device_mesh))
+        cut = CutExperts(self.sequence_dim, self.payload, ranks_of(device_mesh), self.overlap)
         for layer, name, whole, placement in cut_experts_(experts, cut):
             made = distribute_tensor(whole, device_mesh, [placement], src_data_rank=self.src_data_rank)
             layer.register_parameter(name, Parameter(made, layer.get_parameter(name).requires_grad))
@@ -175,5 +191,5 @@ def cut_rest_(moe: MoE, mesh: DeviceMesh, cut: CutExperts) -> None:
     SequenceParallel(sequence_dim=0, use_local_output=True)._apply(moe.router, mesh)  # pyright: ignore[reportPrivateUsage]
     if moe.shared is not None:
         wgrad = "requantized" if cut.payload == "low" else "owner"
-        SwiGLUParallel(sequence_dim=cut.sequence_dim, wgrad=wgrad)._apply(moe.shared, mesh)  # pyright: ignore[reportPrivateUsage]
+        SwiGLUParallel(sequence_dim=cut.sequence_dim, wgrad=wgrad, overlap=cut.overlap)._apply(moe.shared, mesh)  # pyright: ignore[reportPrivateUsage]
     moe.__class__ = TensorParallelMoE

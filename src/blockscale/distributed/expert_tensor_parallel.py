@@ -29,7 +29,10 @@ from .collectives import ranks_of
 from .compiling import eager_before_2_13
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall
+from .expert_all_gather import all_gather_experts
 from .expert_plan import check_low, operands_of_rows
+from .overlap.choice import Overlap, link_for
+from .overlap.expert_sharing import ExpertSharing
 from .tensor_parallel import refuse_stochastic_mlp
 from .token_exchange import ShardedTokens, over_hidden_units
 from .tokens import tokens_of
@@ -49,6 +52,7 @@ def grouped_swiglu_parallel(
     recipe: str | Recipe = "fp8_blockwise",
     token_dim: int = 0,
     payload: Payload = "bf16",
+    overlap: Overlap = "auto",
     weight_operands: tuple[Pair | None, Pair | None] = (None, None),
 ) -> Tensor:
     """y [.., D] of this rank's tokens x [.., K]: `grouped_swiglu_mlp` of experts whose hidden units are cut.
@@ -59,6 +63,7 @@ def grouped_swiglu_parallel(
     payload: "bf16": tokens travel in their dtype, and weight gradients have the bits of one process; "low": as codes,
     from which wgrad's columns are made, with 8-bit elements and power-of-two scales.  The gradient of y travels in its
     dtype: every slot of a token has its own gate weight, so as codes it would be as many rows as slots.
+    overlap: see `column_parallel`; a recipe quantizes all products then, without tensor scales, or none.
     All ranks pass equal shapes and options.
     """
     chosen, ranks = get_recipe(recipe), ranks_of(group)
@@ -78,6 +83,10 @@ def grouped_swiglu_parallel(
     weights = gate_up_weight, down_weight
     biases = gate_up_bias, down_bias if down_bias is None or ranks.rank == 0 else zeros_with_gradient(down_bias)
     call = LowCall(weights, biases, chosen, weight_operands)
+    link = link_for(overlap, x, ranks)
+    if link is not None:
+        sharing = ExpertSharing(ranks, tokens, range(routing.experts), link)
+        return all_gather_experts(x, routing, gate_weights, call, sharing, low=payload == "low")
 
     def run(all_x: Tensor, messages: Tensor | None, whole: Routing, gates: Tensor) -> Tensor:
         if messages is not None:

@@ -16,6 +16,7 @@ Wire of gathered x and dy, of what bf16 moves (2 bytes each): 1.03 with columns 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ from .overlap.choice import OVERLAPS, Overlap, link_for
 from .overlap.sharing import Sharing
 from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan
+from .shared_tokens import SharedColumnPlan
 from .tokens import WGRADS, Wgrad, check_columns, tokens_of, with_size
 
 
@@ -64,7 +66,7 @@ def column_parallel(
     """y of all tokens [.., N/ranks] from this rank's tokens x [.., K], its rows of the weight [N/ranks, K] and of the
     bias [N/ranks].
 
-    x: a tensor, or a `gather_activation` that several layers share, which has its own gather_dim and wgrad.
+    x: a tensor, or a `gather_activation` that several layers share, which has its own options.
     gather_dim: axis of x along which the tokens of the ranks lie one after the other.  wgrad: source of x's column
     operand: "owner" gathers those that the owners cast in the forward; "requantized" saves the gathered rows and casts
     their values again.  group: a process group, or a mesh of one dimension.  The others, dtypes and `main_grad` are as
@@ -75,11 +77,11 @@ def column_parallel(
     recipe, ranks = get_recipe(recipe), ranks_of(group)
     check_name(overlap, OVERLAPS, "overlap")
     gathered = x if isinstance(x, GatheredActivation) else None
-    if gathered is not None and overlap == "on":
+    if gathered is not None and gathered.arriving is None and overlap == "on":
         refuse(
             'overlap="on" for an activation that was gathered before',
-            rule="a product overlaps with its own gather",
-            fix="pass the tensor itself, or call overlap.all_gather_mm for several weights without gradients",
+            rule="a product overlaps with a gather that has begun with it",
+            fix='pass overlap="on" to gather_activation, or the tensor itself to the layer',
             error=ShardingError,
         )
     x = x.source if isinstance(x, GatheredActivation) else x
@@ -90,8 +92,10 @@ def column_parallel(
     if rounding is not None:
         rounding = replace(rounding, origin=(0, ranks.rank * weight.shape[0], ranks.size * weight.shape[0]))
     if gathered is not None:
-        plan = LinearPlan(Casts(recipe, rounding), needs, output_dtype(x))
-        y = _run(plan, x, weight, bias, (gathered.operands_for(recipe, ranks), weight_operands))
+        parts, pair = (Casts(recipe, rounding), needs, output_dtype(x)), gathered.operands_for(recipe, ranks)
+        shared = gathered.arriving
+        plan = LinearPlan(*parts) if shared is None else SharedColumnPlan(*parts, weakref.ref(shared), shared.values)
+        y = _run(plan, x, weight, bias, (pair, weight_operands))
         return y.view(*x.shape[:-1], weight.shape[0])
     tokens = tokens_of(x, "gather_dim", gather_dim, 1)
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
@@ -217,7 +221,7 @@ def swiglu_parallel(
 
 
 def _run(
-    plan: ColumnParallelPlan | RowParallelPlan | LinearPlan,
+    plan: ColumnParallelPlan | RowParallelPlan | SharedColumnPlan | LinearPlan,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

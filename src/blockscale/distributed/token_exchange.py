@@ -18,6 +18,7 @@ from ..autograd.recipe import Recipe
 from ..grouped import Routing, sort_by_expert
 from .agreement import check_same_call
 from .collectives import Ranks, Tokens, gather_values, reduce_scatter, wait
+from .overlap.expert_sharing import experts_of
 from .wire import cast_rows
 
 
@@ -47,8 +48,7 @@ def over_hidden_units(
     cast = "" if recipe is None else recipe.name
     facts = tuple(x.shape), tuple(rows.shape), routing.experts, x.dtype, gate_weights.dtype, cast, *needs
     check_same_call(ranks, x.device, "experts cut along their hidden units", *facts)
-    experts = torch.searchsorted(routing.offs, rows.contiguous(), right=True, out_int32=True)
-    slots = [each.detach().contiguous().view(torch.uint8) for each in (experts, gate_weights)]
+    slots = [each.detach().contiguous().view(torch.uint8) for each in (experts_of(routing), gate_weights)]
     routed, rows_of_x = gather_values(torch.cat(slots, dim=-1), tokens, ranks), matrix(x)
     if recipe is None:
         sent = rows_of_x.detach()

@@ -131,8 +131,13 @@ def multiply_grouped(
     bias: Tensor | None = None,
     accumulate: Tensor | None = None,
     starts: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_grouped_mm` without its checks."""
+    """`scaled_grouped_mm` without its checks.  out: contiguous rows that take the result, in eager code alone; with
+    starts those of no group are unchanged."""
+    if out is not None:
+        _launch(a, b, offs, starts, out, bias, accumulate=False)
+        return out
     if accumulate is None:
         return scaled_grouped_mm(a, b, offs, starts, bias, out_dtype)
     scaled_grouped_mm_add_(accumulate, a, b, offs, starts)

@@ -156,6 +156,16 @@ def _check(a: Matrix, weights: Sequence[Matrix], biases: Sequence[Tensor | None]
                 refuse(f"a tensor {tuple(a.shape)} times {weight}", "both are operands or both tensors", "cast a")
             check_linear(a, weight)
         return
+    check_travels(a)
+    for weight, bias in zip(weights, biases, strict=True):
+        if not isinstance(weight, BlockScaled):
+            refuse(f"{a} times a tensor {tuple(weight.shape)}", "both are operands or both tensors", "cast the weight")
+        check_dense(a, weight)
+        check_bias(bias, (weight.rows,), a.device)
+
+
+def check_travels(a: BlockScaled) -> None:
+    """Raise unless rows of an operand can travel."""
     if a.scale_layout != "plain" or a.global_scale is not None or a.axis != -1 or a.spec.is_2d:
         refuse(
             f"a is {a}",
@@ -163,8 +173,3 @@ def _check(a: Matrix, weights: Sequence[Matrix], biases: Sequence[Tensor | None]
             fix='cast rows with a 1-D format such as fp8_1x128 or mxfp8_e4m3 and scale_layout="plain"',
             error=ShardingError,
         )
-    for weight, bias in zip(weights, biases, strict=True):
-        if not isinstance(weight, BlockScaled):
-            refuse(f"{a} times a tensor {tuple(weight.shape)}", "both are operands or both tensors", "cast the weight")
-        check_dense(a, weight)
-        check_bias(bias, (weight.rows,), a.device)

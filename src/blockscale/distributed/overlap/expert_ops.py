@@ -1,0 +1,202 @@
+"""`all_gather_grouped_mm` and `grouped_mm_reduce_scatter`: layers 0 and 1 of a mixture, without autograd.
+
+Layers with gradients are `grouped_swiglu_parallel`, `ExpertTensorParallel` and `expert_parallel_`, which run the same
+steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...autograd.grouped import check_combined
+from ...autograd.linear_plan import fprop
+from ...errors import ShapeError, ShardingError, refuse
+from ...formats.cast_spec import CastPlan
+from ...formats.tensor import BlockScaled
+from ...gemm.ops import check_bias, check_output
+from ...grouped import Routing, check_grouped
+from ...grouped.routing import clear_rows, combine_rows
+from ...library import empty
+from ..agreement import check_same_call
+from ..collectives import Tokens, ranks_of
+from ..wire import pack_rows
+from .choice import Overlap, link_for
+from .expert_rows import ExpertRows, PlacedRows, RowsOfTokens, ValuesProduct, multiply_rows
+from .expert_sharing import ExpertSharing, experts_of
+from .ops import Matrix, check_travels
+
+
+class GatheredRows(NamedTuple):
+    """Rows of this rank's experts for the tokens of all ranks.
+
+    rows: [M, K] sorted by expert, an operand or values.  routing: of all tokens [T] to this rank's experts; slots of
+    other ranks' experts go to none.  gate_weights: [T, k].
+    """
+
+    rows: Matrix
+    routing: Routing
+    gate_weights: Tensor
+
+
+@torch.no_grad()
+def all_gather_grouped_mm(
+    a: Matrix,
+    *weights: Matrix,
+    routing: Routing,
+    gate_weights: Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    experts: range | None = None,
+    biases: Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    overlap: Overlap = "auto",
+) -> tuple[list[Tensor], GatheredRows]:
+    """Products [M, N] of the tokens of all ranks with each weight [E, N, K] of this rank's experts, sorted by expert.
+
+    a: this rank's tokens [t, K], as many on every rank: an operand with plain scales, whose codes travel, or a tensor.
+    weights: of the same kind; one gather serves all.  routing, gate_weights: of this rank's tokens to the experts of
+    all ranks, as `route` returns them.  experts: of this rank, by default all of them, of which it has hidden units.
+    biases: [E, N] of each weight or None. M is T * k for the T tokens of all ranks; rows of other ranks' experts come
+    last, and are zero.
+
+    >>> import blockscale as bs, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> routing, gates = bs.route(torch.tensor([[0.1, 0.7, 0.2], [0.6, 0.3, 0.1]]), 2)
+    >>> options = {"routing": routing, "gate_weights": gates, "group": dist.group.WORLD}
+    >>> (h,), found = all_gather_grouped_mm(torch.ones(2, 8), torch.ones(3, 16, 8), **options)
+    >>> h.shape, grouped_mm_reduce_scatter(h, torch.ones(3, 8, 16).bfloat16(), found, group=dist.group.WORLD).shape
+    (torch.Size([4, 16]), torch.Size([2, 8]))
+    >>> dist.destroy_process_group()
+    """
+    ranks, biases = ranks_of(group), biases or [None] * len(weights)
+    check_output(out_dtype)
+    if len(a.shape) != 2 or routing.rows is None or routing.rows.shape[0] != a.shape[0]:
+        refuse(
+            f"a {tuple(a.shape)} for a routing of {0 if routing.rows is None else routing.rows.shape[0]} tokens",
+            rule="a has a row for each token that was routed: [t, K]",
+            fix="pass the tokens and the routing that route returned for them",
+            error=ShapeError,
+        )
+    check_combined(gate_weights, routing)
+    mine = range(routing.experts) if experts is None else experts
+    if not mine or mine.step != 1 or mine.start < 0 or mine.stop > routing.experts:
+        refuse(
+            f"experts={mine} of {routing.experts}",
+            rule="a rank has one expert or more, of those that tokens are routed to, in order",
+            fix=f"pass a part of range({routing.experts})",
+            error=ShardingError,
+        )
+    if not weights or len(biases) != len(weights):
+        refuse(f"{len(biases)} biases for {len(weights)} weights", "tokens are gathered for weights", "pass both")
+    for weight, bias in zip(weights, biases, strict=True):
+        _check_weight(a, weight, len(mine), a.shape[1])
+        if isinstance(weight, BlockScaled):
+            check_bias(bias, tuple(weight.shape[:2]), a.device)
+    columns = [weight.shape[1] for weight in weights]
+    facts = tuple(a.shape), routing.experts, gate_weights.shape[1], gate_weights.dtype, _kind(a), overlap
+    check_same_call(ranks, a.device, "all_gather_grouped_mm", *facts)
+    if isinstance(a, BlockScaled):
+        check_travels(a)
+    values = a.data if isinstance(a, BlockScaled) else a
+    sharing = ExpertSharing(ranks, Tokens(1, a.shape[0]), mine, link_for(overlap, values, ranks))
+    slots = sharing.route(experts_of(routing), gate_weights)
+    tokens = sharing.gather(pack_rows(a) if isinstance(a, BlockScaled) else a)
+    rows, gates = slots.wait()
+    plan = CastPlan(a.format, a.spec.default_rule(), "plain", a.hadamard) if isinstance(a, BlockScaled) else None
+    placed = PlacedRows(rows.routing.permutation[0].shape[0], a.shape[1], plan, values.dtype, a.device)
+    results = [_cleared(rows, n, out_dtype, a.device) for n in columns]
+    products = [_product(weight, bias, out_dtype) for weight, bias in zip(weights, biases, strict=True)]
+    for at in tokens.arrivals(rows):
+        placed.place(at, tokens.values()[at.tokens])
+        for product, bias, result in zip(products, biases, results, strict=True):
+            multiply_rows(placed.operand(), product, at, result, bias)
+    return results, GatheredRows(placed.operand(), rows.routing, gates)
+
+
+@torch.no_grad()
+def grouped_mm_reduce_scatter(
+    a: Matrix,
+    weight: Matrix,
+    gathered: GatheredRows,
+    *,
+    group: dist.ProcessGroup | DeviceMesh,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    overlap: Overlap = "auto",
+) -> Tensor:
+    """Tokens [t, N] of this rank: the sum over ranks and experts of a [M, K] @ weight [E, N, K].mT, times gate weights.
+
+    a: rows of this rank's experts or hidden units, sorted as `all_gather_grouped_mm` sorts them: an operand or a
+    tensor, as weight is.  gathered: returned by it.  bias: [E, N], which one of the ranks adds that share an expert.
+    out_dtype: of the parts, which travel in it, and of the sum.
+    """
+    ranks, (_, routing, gates) = ranks_of(group), gathered
+    check_output(out_dtype)
+    tokens, slots = gates.shape
+    if tokens % ranks.size or tuple(a.shape[:-1]) != (tokens * slots,):
+        refuse(
+            f"a {tuple(a.shape)} for {tokens} tokens of {ranks.size} ranks with {slots} experts each",
+            rule="a has a row for each slot of each token",
+            fix="pass rows made from what all_gather_grouped_mm returned",
+            error=ShapeError,
+        )
+    _check_weight(a, weight, routing.experts, a.shape[1])
+    if isinstance(weight, BlockScaled):
+        check_bias(bias, tuple(weight.shape[:2]), a.device)
+    facts = tuple(a.shape), weight.shape[1], _kind(a), out_dtype, overlap
+    check_same_call(ranks, a.device, "grouped_mm_reduce_scatter", *facts)
+    of = Tokens(1, tokens // ranks.size)
+    values = a.data if isinstance(a, BlockScaled) else a
+    sharing = ExpertSharing(ranks, of, range(routing.experts), link_for(overlap, values, ranks))
+    rows, product = ExpertRows.of(routing, of, ranks.size), _product(weight, bias, out_dtype)
+    results = _cleared(rows, weight.shape[1], out_dtype, a.device)
+
+    def part(at: RowsOfTokens) -> Tensor:
+        multiply_rows(a, product, at, results, bias)
+        return combine_rows(results, at.rows, gates[at.tokens])
+
+    return sharing.sum(rows, weight.shape[1], out_dtype, part).wait()
+
+
+def _product(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> BlockScaled | ValuesProduct:
+    """A weight as `multiply_rows` takes it."""
+    if isinstance(weight, BlockScaled):
+        return weight
+    return functools.partial(_values_product, weight, bias, dtype)
+
+
+def _values_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, a: Tensor, routing: Routing) -> Tensor:
+    return fprop(a, weight, bias, None, None, dtype, routing)
+
+
+def _cleared(rows: ExpertRows, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows [M, columns] for products; those of no expert, which no product writes, are zero."""
+    made = empty((rows.routing.permutation[0].shape[0], columns), dtype, device)
+    clear_rows(made, rows.routing.offs)
+    return made
+
+
+def _kind(a: Matrix) -> object:
+    return (a.format, a.scale_layout) if isinstance(a, BlockScaled) else a.dtype
+
+
+def _check_weight(a: Matrix, weight: Matrix, experts: int, features: int) -> None:
+    """Raise unless rows times a weight [E, N, K] is a product."""
+    if isinstance(a, BlockScaled) != isinstance(weight, BlockScaled):
+        kinds = ["an operand" if isinstance(each, BlockScaled) else "a tensor" for each in (a, weight)]
+        refuse(" times ".join(kinds), rule="both are operands or both tensors", fix="cast the other one")
+    if isinstance(a, BlockScaled) and isinstance(weight, BlockScaled):
+        check_grouped(a, weight, torch.zeros(weight.shape[0], dtype=torch.int32, device=a.device))
+    if len(weight.shape) != 3 or weight.shape[0] != experts or weight.shape[2] != features:
+        refuse(
+            f"weight {tuple(weight.shape)} for {experts} experts of {features} features",
+            rule="it is [E, N, K]: a matrix for each expert of this rank",
+            fix="pass this rank's experts",
+            error=ShapeError,
+        )

@@ -1,0 +1,141 @@
+"""Rows of experts by the rank whose tokens they are, and operands of which one rank's rows after the other arrive.
+
+A routing of all ranks' tokens sorts rows by expert, and those of an expert by token. So the tokens of a rank have a
+slice of each expert's rows, and a grouped product of these slices writes rows where one product of all rows would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...formats.cast_spec import CastPlan
+from ...formats.layout import code_bytes, code_row_bytes, locate
+from ...formats.tensor import BlockScaled, assemble
+from ...grouped import Routing
+from ...grouped.ops import multiply_grouped
+from ...library import empty
+from ..collectives import Tokens
+from .link import spans_of
+
+
+class RowsOfTokens(NamedTuple):
+    """Rows of contiguous tokens.  tokens: among those of all ranks.  rows: int32 [t, k], sorted row of each slot.
+    starts, ends: int32 [E], the slice of each expert's rows; starts is None if those are all rows."""
+
+    tokens: slice
+    rows: Tensor
+    starts: Tensor | None
+    ends: Tensor
+
+    def routing(self) -> tuple[Tensor, Tensor]:
+        """Places of these rows among all, in the order of the experts, int64 [t * k], and the ends of the experts among
+        them, int32 [E]."""
+        assert self.starts is not None
+        places = self.rows.reshape(-1).to(torch.int64).sort().values
+        return places, (self.ends - self.starts).cumsum(0, dtype=torch.int32)
+
+
+class ExpertRows(NamedTuple):
+    """Rows of the experts of this rank for the tokens of all ranks.
+
+    routing: of all tokens; those of other ranks' experts are sent to none.  tokens: of a rank, in `ranks * outer` runs.
+    bounds: int32 [runs + 1, E], row of each expert at which the tokens of a run begin.
+    """
+
+    routing: Routing
+    tokens: Tokens
+    ranks: int
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, routing: Routing, tokens: Tokens, ranks: int) -> ExpertRows:
+        """The rows of a routing. No host sync."""
+        (sorted_tokens, rows), offs, runs = routing.permutation, routing.offs, tokens.outer * ranks
+        device, total = offs.device, rows.shape[0]
+        expert, _ = locate(torch.arange(sorted_tokens.shape[0], device=device), offs.to(torch.int64))
+        first = torch.arange(offs.shape[0], device=device) * total
+        begins = torch.arange(runs + 1, device=device) * tokens.inner
+        # (expert, token) ascends from row to row
+        bounds = torch.searchsorted(expert * total + sorted_tokens, first + begins[:, None], out_int32=True)
+        return cls(routing, tokens, ranks, bounds)
+
+    def of_rank(self, rank: int) -> list[RowsOfTokens]:
+        """Rows of a rank's tokens, run by run."""
+        _, rows = self.routing.permutation
+        found: list[RowsOfTokens] = []
+        for span in spans_of(rank, self.ranks, *self.tokens):
+            run = span.start // self.tokens.inner
+            found.append(RowsOfTokens(span, rows[span], self.bounds[run], self.bounds[run + 1]))
+        return found
+
+    def all(self) -> RowsOfTokens:
+        """Rows of all tokens."""
+        return RowsOfTokens(slice(None), self.routing.permutation[1], None, self.routing.offs)
+
+
+class PlacedRows:
+    """Operand [M, K] of experts' rows, or their values, which are placed as they arrive.  plan: of the operand's cast;
+    without one rows have `dtype`."""
+
+    def __init__(
+        self, count: int, features: int, plan: CastPlan | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shape, self._plan = (count, features), plan
+        if plan is None:
+            self._split = features
+            self._parts = [empty((count, features), dtype, device)]
+            return
+        spec, length = plan.spec, plan.stored_length(features)
+        self._split = code_bytes(spec, length)
+        codes = empty((count, code_row_bytes(spec, length)), torch.uint8, device)
+        scales = empty((count, -(-length // spec.block[1]) * spec.scale_dtype.itemsize), torch.uint8, device)
+        self._parts = [codes, scales]
+
+    def place(self, at: RowsOfTokens, messages: Tensor) -> None:
+        """Place rows of tokens.  messages: of `wire.py`, or values: [t, n] if all slots of a token have the same, else
+        [t, k, n]."""
+        pieces = messages.split([self._split, messages.shape[-1] - self._split], dim=-1)
+        for part, piece in zip(self._parts, pieces, strict=False):
+            padded = pad(piece, (0, part.shape[1] - piece.shape[-1]))
+            for slot in range(at.rows.shape[1]):
+                source = padded if padded.dim() == 2 else padded[:, slot]
+                part.index_copy_(0, at.rows[:, slot].to(torch.int64), source)
+
+    def operand(self) -> BlockScaled | Tensor:
+        """The rows, in the scale layout of the plan."""
+        if self._plan is None:
+            return self._parts[0]
+        (codes, scales), spec = self._parts, self._plan.spec
+        data = codes.view(spec.data_dtype), scales.view(spec.scale_dtype), None
+        return assemble(replace(self._plan, layout="plain"), data, self._shape, -1).with_layout(self._plan.layout)
+
+
+# a grouped product of values, sorted by expert
+ValuesProduct = Callable[[Tensor, Routing], Tensor]
+
+
+def multiply_rows(
+    a: BlockScaled | Tensor,
+    weight: BlockScaled | ValuesProduct,
+    at: RowsOfTokens,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """Write rows of a grouped product to `out` [M, N].  a: [M, K], all rows, of which only these are read.  weight:
+    operand [E, N, K] with its bias [E, N], or for values the product itself. Rows of no expert may stay as they are."""
+    if isinstance(a, BlockScaled):
+        assert isinstance(weight, BlockScaled)
+        multiply_grouped(a, weight, at.ends, out.dtype, bias, starts=at.starts, out=out)
+        return
+    assert not isinstance(weight, BlockScaled)
+    if at.starts is None:
+        out.copy_(weight(a, Routing(at.ends)))
+        return
+    places, ends = at.routing()
+    out.index_copy_(0, places, weight(a.index_select(0, places), Routing(ends)))

@@ -1,0 +1,108 @@
+"""Rows of experts by the rank whose tokens they are: slices of each expert's rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import blockscale as bs
+from blockscale.distributed.collectives import Tokens
+from blockscale.distributed.overlap.expert_rows import ExpertRows, PlacedRows, multiply_rows
+from blockscale.distributed.wire import cast_rows
+from blockscale.formats.cast_spec import as_cast
+from support.helpers import same_operand
+
+CASES = {
+    "one run": (Tokens(1, 7), 3, 5, 2),
+    "three runs": (Tokens(3, 4), 2, 4, 3),
+    "one expert": (Tokens(1, 5), 4, 1, 1),
+    "more experts than rows": (Tokens(1, 1), 2, 9, 2),
+}
+
+
+def routed(tokens: Tokens, ranks: int, experts: int, slots: int) -> bs.Routing:
+    """Tokens of all ranks to their experts; some slots go to none, and the second expert gets none."""
+    count = ranks * tokens.outer * tokens.inner
+    rng = torch.Generator().manual_seed(count)
+    ids = torch.rand(count, experts + 2, generator=rng).topk(slots).indices.clamp(max=experts)
+    return bs.sort_by_expert(ids.masked_fill(ids == 1, 0) if experts > 1 else ids, experts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_has_a_slice_of_each_experts_rows(name: str):
+    (tokens, ranks, *_), routing = CASES[name], routed(*CASES[name])
+    rows, (sorted_tokens, by_slot) = ExpertRows.of(routing, tokens, ranks), routing.permutation
+    seen = torch.zeros(sorted_tokens.shape[0], dtype=torch.int64)
+    for rank in range(ranks):
+        runs = rows.of_rank(rank)
+        assert len(runs) == tokens.outer
+        for run in runs:
+            assert torch.equal(run.rows, by_slot[run.tokens])
+            assert run.starts is not None
+            for start, end, first, last in zip(
+                run.starts.tolist(),
+                run.ends.tolist(),
+                [0, *routing.offs[:-1].tolist()],
+                routing.offs.tolist(),
+                strict=True,
+            ):
+                assert first <= start <= end <= last
+                inside = (sorted_tokens[first:last] >= run.tokens.start) & (sorted_tokens[first:last] < run.tokens.stop)
+                assert inside.nonzero().flatten().tolist() == list(range(start - first, end - first))
+                seen[start:end] += 1
+            places, ends = run.routing()
+            assert places.tolist() == sorted(run.rows.flatten().tolist())
+            assert ends.tolist() == (run.ends - run.starts).cumsum(0).tolist()
+    assert seen.tolist() == [1] * int(routing.offs[-1]) + [0] * int(seen.shape[0] - routing.offs[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("format", ["fp8_1x128", "mxfp8_e4m3", "mxfp4", None])
+def test_products_of_each_rank_are_the_product_of_all(name: str, format: str | None):
+    """Rows that are placed run by run are those of one cast, and slices write what one product of all rows writes."""
+    (tokens, ranks, experts, _), routing = CASES[name], routed(*CASES[name])
+    rows, (sorted_tokens, _) = ExpertRows.of(routing, tokens, ranks), routing.permutation
+    x = torch.randn(ranks * tokens.outer * tokens.inner, 72).bfloat16()
+    weight = torch.randn(experts, 48, 72).bfloat16()
+    cast = None if format is None else as_cast(bs.CastSpec(format, scale_layout="plain"))
+    placed = PlacedRows(sorted_tokens.shape[0], 72, cast and cast.plan, torch.bfloat16, x.device)
+
+    def unquantized(values: torch.Tensor, of: bs.Routing) -> torch.Tensor:
+        return torch.cat(
+            [values[a:b] @ weight[e].mT for e, (a, b) in enumerate(spans(of))]
+            + [values.new_zeros(int(values.shape[0] - of.offs[-1]), 48)]
+        )
+
+    w = unquantized if format is None else bs.quantize(weight, format)
+    out = torch.full((sorted_tokens.shape[0], 48), float("nan"), dtype=torch.bfloat16)
+    with bs.use_backend(m_grouped="reference"):
+        for rank in reversed(range(ranks)):
+            for at in rows.of_rank(rank):
+                placed.place(at, x[at.tokens] if cast is None else cast_rows(x[at.tokens], cast))
+                multiply_rows(placed.operand(), w, at, out)
+        whole = torch.empty_like(out)
+        multiply_rows(placed.operand(), w, rows.all(), whole)
+    end = int(routing.offs[-1])
+    assert torch.equal(out[:end], whole[:end])
+    if format is None:
+        assert torch.equal(placed.operand(), x[sorted_tokens.long()])  # pyright: ignore[reportArgumentType]
+    else:
+        same_operand(placed.operand(), bs.quantize(x[sorted_tokens.long()], bs.CastSpec(format, scale_layout="plain")))  # pyright: ignore[reportArgumentType]
+
+
+def spans(routing: bs.Routing) -> list[tuple[int, int]]:
+    """Rows of each expert."""
+    ends = routing.offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def test_messages_may_differ_by_slot():
+    """Gradients of rows: each slot of a token has its own."""
+    routing = routed(Tokens(1, 6), 1, 3, 2)
+    rows = ExpertRows.of(routing, Tokens(1, 6), 1)
+    messages, placed = torch.randn(6, 2, 8), PlacedRows(12, 8, None, torch.float32, torch.device("cpu"))
+    placed.place(rows.all(), messages)
+    values = placed.operand()
+    assert isinstance(values, torch.Tensor)
+    _, by_slot = routing.permutation
+    assert torch.equal(values[by_slot.long()], messages)
