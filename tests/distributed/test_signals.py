@@ -22,8 +22,10 @@ from blockscale.distributed.collectives import Ranks
 from blockscale.distributed.overlap import choice, cuda
 from blockscale.distributed.overlap.arena import HEADER
 from blockscale.distributed.overlap.signals import OTHER_CALL, TIMED_OUT, Fault, Flags
+from blockscale.distributed.overlap.transport import HostTransport
 from blockscale.errors import RankError, ShardingError
 from support import helpers
+from support.products import assert_same_bits
 from support.signal_checks import checks
 
 CPU = torch.device("cpu")
@@ -32,14 +34,14 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_interpreted_kernels():
     """Numbers that pass 2^31, timeouts, other calls, what a fault ends; and a link of two processes."""
-    assert helpers.interpreted(Path(__file__).parent / "interpreted_signals.py") == (22, 160, 0)
+    assert helpers.interpreted(Path(__file__).parent / "interpreted_signals.py") == (24, 160, 0)
 
 
 @pytest.mark.gpu
 def test_kernels_on_a_gpu():
     """The same, by the GPU's clock."""
     found = checks()
-    assert len(found) == 21
+    assert len(found) == 23
     assert [name for name, holds in found.items() if not holds] == []
 
 
@@ -74,6 +76,14 @@ def test_machine_code(arch: int):
     loop = ptx[ptx.index("bra") :]
     assert re.search(r"(ld|atom)\.global\.(acquire\.sys|sys\.acquire)", loop)
     assert ptx.count("%globaltimer") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_added_to_sums_changes_no_bit(dtype: torch.dtype):
+    values = torch.tensor([-0.0, 0.0, 1.0, -1e-45, 3e38, float("inf"), 1.00390625, 1.01171875])
+    transport = HostTransport()
+    found = torch.add(values, transport.poison, out=torch.empty(8, dtype=dtype))
+    assert_same_bits(found, values.to(dtype))
 
 
 def on_gpu(**facts: Any) -> tuple[str, str, str] | None:

@@ -337,17 +337,22 @@ def lose_a_rank(rank: int, folder: str) -> None:
     dist.barrier()
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
+    start, sums = time.monotonic(), list[Tensor]()
 
     def lost() -> None:
         gathered(link, 3)
+        total = link.sum((4, 4), torch.float32)  # the host does not know yet
+        for owner in total.destinations():
+            total.push(owner, torch.ones(4, 4, device=device()))
+        sums.append(total.finish())
         settle()
         link.check()
 
     said, seconds = said_by({"lost": lost}), time.monotonic() - start
+    is_nan = [bool(each.isnan().all()) for each in sums]
     if device().type == "cuda":  # a wait that failed closes the link
         said |= said_by({"sum": lambda: link.sum((1, 1), torch.float32), "gather": lambda: gathered(link, 4)})
-    Path(folder, "0.json").write_text(json.dumps({"wrong": wrong, "said": said, "seconds": seconds}))
+    Path(folder, "0.json").write_text(json.dumps({"wrong": wrong, "said": said, "seconds": seconds, "is_nan": is_nan}))
     os._exit(0)  # its group has a rank less
 
 

@@ -104,6 +104,8 @@ def checks() -> dict[str, bool]:
     second, other = flags(memory, 1)
     second.wait(0, 3, ANY)
     found["any call"] = failure(other) is None
+    found["no poison"] = bool(other.poison == 0) and bool(other.poison.signbit())
+    found["poison"] = bool(fault.poison.isnan())
     # the first failure stays, later waits end at once, and no flag is set any more
     begin = time.monotonic()
     closed = Flags(memory, 1, fault, LONG)

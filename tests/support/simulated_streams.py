@@ -133,12 +133,15 @@ class Gpu(TorchDispatchMode):
         self.node, self.rank = node, rank
         self.mains, self.copies = [node.stream(), node.stream()], node.stream()
         self.current = self._last = self.mains[0]
-        self.side = self
+        self.side, self.poison = self, torch.tensor(-0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_aten.copy_.default, _aten.add_.Tensor, _aten.fill_.Scalar):  # filled with poison
             self.current.add(lambda: func(*args))
             return args[0]
+        if func is _aten.add.out:
+            self.current.add(lambda: func(*args, **kwargs))
+            return kwargs["out"]
         if func is _aten._to_copy.default:
             found = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
             self.current.add(lambda: found.copy_(args[0]))

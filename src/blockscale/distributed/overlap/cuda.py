@@ -88,6 +88,7 @@ class CudaTransport:
         self._cuda_side = CudaSide(device)
         self.side: Side = self._cuda_side
         self._fault = Fault.on(device)
+        self.poison = self._fault.poison
         self._stream: torch.cuda.Stream | None = None
         self._met = False
 

@@ -54,7 +54,7 @@ class Link:
     def __init__(self, group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
         self._group, self.rank, self.ranks = weakref.ref(group), group.rank(), group.size()
         self._transport = transport_of(device)
-        self.side = self._transport.side
+        self.side, self.poison = self._transport.side, self._transport.poison
         self.gathers = self.sums = self._taken = 0
         self._open: Summation | None = None
         self._arenas: dict[str, Arena] = {}
@@ -212,7 +212,7 @@ class Summation:
             total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
         self.link.close(self)
         assert total is not None
-        return total.to(self.dtype)
+        return torch.add(total, self.link.poison, out=empty(total.shape, self.dtype, total.device))
 
     def give_up(self) -> None:
         """End a sum that an error has left unfinished: its parts are not read any more, but ranks wait for each other

@@ -102,8 +102,8 @@ def mm_reduce_scatter(
 def check(group: dist.ProcessGroup | DeviceMesh) -> None:
     """Wait for this rank's GPUs, and raise if a wait of an overlapped call of the group has failed there.
 
-    The next overlapped call raises it, too. Rows after a failed wait are not those of the ranks: call this before
-    weights are saved.
+    The next overlapped call raises it, too. Sums after a failed wait are NaN, and rows are not those of the ranks: call
+    this before weights are saved.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

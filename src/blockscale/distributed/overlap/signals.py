@@ -1,8 +1,8 @@
 """Flags on GPUs: a kernel that sets them at other ranks, and one that waits for a flag in bounded time.
 
 Both have one CTA for each flag and run in the order of a stream. A wait that fails neither traps nor hangs: it writes a
-fault word, which the host reads without a sync, and goes on. From then on all waits of this rank end at once, and it
-sets no flags, so that no other rank takes what it makes for rows.
+fault word, which the host reads without a sync, and goes on. From then on all waits of this rank end at once, its sums
+are NaN, and it sets no flags, so that no other rank takes what it makes for rows.
 """
 
 # Type checkers do not know Triton: a constexpr stands for its value.
@@ -47,7 +47,7 @@ def _is_behind(flag, call):
 
 @triton.jit(do_not_specialize=["source", "digest_at", "call", "digest", "limit"])
 def _wait_kernel(
-    header_ptr, fault_ptr, told_ptr, source, digest_at, call, digest, limit,
+    header_ptr, fault_ptr, told_ptr, poison_ptr, source, digest_at, call, digest, limit,
     TIMED_OUT: tl.constexpr, OTHER_CALL: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Wait until this rank's flag of `source` has reached a call, and compare digests; a negative one is not compared.
@@ -74,6 +74,7 @@ def _wait_kernel(
     kind = tl.where(behind, TIMED_OUT, tl.where((digest >= 0) & (found != digest), OTHER_CALL, 0))
     if (kind != 0) & (failed == 0):
         code = (call.to(tl.int64) << 32) | (source.to(tl.int64) << 8) | kind.to(tl.int64)
+        tl.store(poison_ptr, float("nan"))  # before other waits see the fault
         before = tl.atomic_cas(fault_ptr, tl.full((), 0, tl.int64), code)
         if before == 0:
             tl.store(told_ptr, code)
@@ -91,16 +92,18 @@ class Failure(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first failed wait of a rank, int64 [1], or 0.  word: where kernels run.  told: pinned, for the host."""
+    """The first failed wait of a rank, int64 [1], or 0.  word: where kernels run.  told: pinned, for the host.  poison:
+    fp32, -0.0 or NaN after a failure, where kernels run."""
 
     word: Tensor
     told: Tensor
+    poison: Tensor
 
     @classmethod
     def on(cls, device: torch.device) -> Fault:
         with torch.inference_mode(False):
             told = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-            return cls(torch.zeros(1, dtype=torch.int64, device=device), told)
+            return cls(torch.zeros(1, dtype=torch.int64, device=device), told, torch.tensor(-0.0, device=device))
 
     def failure(self) -> Failure | None:
         """What the host knows; no sync."""

@@ -44,9 +44,11 @@ class Side(Protocol):
 
 
 class Transport(Protocol):
-    """Arenas and the side stream of a link."""
+    """Arenas and the side stream of a link.  poison: fp32, added to sums: -0.0, which changes no bit, or NaN after a
+    wait that failed and that the host has not seen."""
 
     side: Side
+    poison: Tensor
 
     def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
         """A new arena, made by all ranks.  call: the first one that uses it."""
@@ -66,6 +68,8 @@ class HostTransport:
 
     def __init__(self) -> None:
         self.side: Side = CopyThread()
+        with torch.inference_mode(False):
+            self.poison = torch.tensor(-0.0)
 
     def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
         return SharedArena(group, size, call)
