@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from aot.compiled import CAN_COMPILE
 from blockscale import casts, gemm, grouped
+from blockscale.distributed import overlap
 
 pytestmark = pytest.mark.skipif(
     not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"
@@ -26,7 +27,7 @@ LISTS = ("do_not_specialize", "do_not_specialize_on_alignment")
 def jit_functions() -> dict[str, JITFunction[Any]]:
     """Every Triton and Gluon JIT function of the package, by its module and name."""
     found: dict[str, JITFunction[Any]] = {}
-    for package in (gemm, grouped, casts):
+    for package in (gemm, grouped, casts, overlap):
         for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(info.name)
             for name, value in vars(module).items():
@@ -46,7 +47,7 @@ def test_do_not_specialize_names_exist() -> None:
     unknown = {name: names for name, function in functions.items() if (names := unknown_names(function))}
     assert not unknown
     listed = {name for name, function in functions.items() if any(getattr(function, each) for each in LISTS)}
-    assert {name.split(".")[1] for name in listed} == {"gemm", "grouped", "casts"}
+    assert {name.split(".")[1] for name in listed} == {"gemm", "grouped", "casts", "distributed"}
     assert {
         "blockscale.gemm._hopper_kernel.scaled_mm_kernel",
         "blockscale.grouped._hopper_kernel.grouped_mm_kernel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch was built without gloo", allow_module_level=True)
 
-from blockscale.distributed.overlap.arena import SharedArena
+from blockscale.distributed.overlap.arena import HEADER, SharedArena
 from support.overlapped import run
-from support.overlapped_link import WITHOUT
+from support.overlapped_link import TIMEOUT, WITHOUT, lose_a_rank
 from support.ranks import start_ranks
 
 GATHER, SUM, SCATTER = "all_gather_into_tensor_coalesced", "all_reduce", "reduce_scatter_tensor"
 
 
-def results_of(ranks: int, folder: Path) -> list[dict[str, Any]]:
+def results_of(ranks: int, folder: Path, start: Callable[..., Any] = start_ranks) -> list[dict[str, Any]]:
     """What every rank found; errors are shown."""
-    start_ranks(run, (ranks, str(folder)), ranks)
+    start(run, (ranks, str(folder)), ranks)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     for each in found:
         wrong = {label: text for label, text in each.items() if isinstance(text, str) and "Traceback" in text}
@@ -55,6 +56,7 @@ def test_ranks(tmp_path: Path, ranks: int):
         for label in layers:
             check_layers(label, found[label], ranks)
         assert found["many calls"] == {"wrong": 0, "calls": 100}
+        assert found["broken off"] == {"wrong": 0, "sums": 6}
         for label in (label for label in found if label.startswith(("experts", "divided", "mesh"))):
             check_experts(label, found[label], ranks)
         if ranks == 2:
@@ -66,6 +68,54 @@ def test_ranks(tmp_path: Path, ranks: int):
             assert found[label]["on"] == pytest.approx(found[label]["off"], rel=1e-6)
             assert len(set(found[label]["on"])) == 4
     assert not set(Path("/dev/shm").glob("blockscale-*")) - before, "a file of an arena is left behind"
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New processes run on the one GPU; gloo alone starts them."""
+    monkeypatch.setenv("OVERLAP_ON", "cuda")
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.usefixtures("one_gpu")
+def test_processes_on_one_gpu(tmp_path: Path, ranks: int):
+    """Symmetric memory, a side stream and waits on the GPU, which ranks share in slices of time."""
+    for found in results_of(ranks, tmp_path, torch.multiprocessing.spawn):
+        layers = [label for label in found if label.startswith("layers")]
+        assert len(layers) == 4
+        for label in layers:
+            check_layers(label, found[label], ranks)
+        for label in (label for label in found if label.startswith("experts")):
+            check_experts(label, found[label], ranks)
+        for label in (label for label in found if label.startswith("fastest")):
+            assert all(off <= 0.02 for off in found[label].values()), found[label]
+        assert found["many calls"] == {"wrong": 0, "calls": 500 if ranks == 2 else 200}
+        assert found["broken off"] == {"wrong": 0, "sums": 6}
+        assert found["two streams"] == 0
+        if ranks == 2:
+            check_both(found)
+            assert found["freed"]["links"] == 0
+            assert "captured CUDA graph" in found["captured"]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_gpu")
+def test_a_killed_rank_on_a_gpu(tmp_path: Path):
+    """The wait of the other rank ends with the group's timeout; its next calls raise an error that names the rank."""
+    started = torch.multiprocessing.spawn(lose_a_rank, (str(tmp_path),), 2, join=False)
+    assert started is not None
+    for process in started.processes:  # `join` would end the other one
+        process.join(180)
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found["wrong"] == 0
+    assert found["is_nan"] == [True], "a sum that the host enqueues before it knows"
+    assert TIMEOUT - 1 <= found["seconds"] < TIMEOUT + 5
+    assert found["said"].keys() == {"lost", "sum", "gather"}
+    for said in found["said"].values():
+        assert "no word from rank 1" in said
+        assert "while rank 0 waits in overlapped call 4" in said
 
 
 def check_experts(label: str, found: dict[str, Any], ranks: int) -> None:
@@ -107,22 +157,45 @@ def check_operations(found: dict[str, Any]) -> None:
     assert wrong["without"] > 0
 
 
-def check_two(found: dict[str, Any]) -> None:
+def check_both(found: dict[str, Any]) -> None:
+    """Cases of two ranks on CPUs and on a GPU."""
     for wgrad in ("mlp mxfp8", "mlp mxfp8 requantized"):
         assert found[wgrad] == {"y": 0, "x": 0, "gate_up": 0, "down": 0}
-    # columns of x, and the sum of the layers' gradients
-    for label, columns in (("shared mxfp8 owner", 1), ("shared mxfp8 requantized", 0), ("shared bf16 owner", 0)):
-        assert found[label] == {"differ": [0] * 8, "calls": [GATHER] * columns + [SCATTER]}, label
+    for wgrad, columns in (("owner", 1), ("requantized", 0)):
+        check_shared(f"mxfp8 {wgrad}", columns, found)
     losses = found["trained"]
     assert losses["on"] == losses["off"]
     assert len(set(losses["on"])) == 4
-    for name, results in (("fp8_1x128", 2), ("mxfp8_e4m3", 2), (None, 3)):
-        assert found[f"operands {name}"] == {
-            "off": [True] * results,
-            "on": [True] * results,
-            "sums": True,
-            "grad": False,
-        }, name
+    for name in ("fp8_1x128", "mxfp8_e4m3"):
+        check_operands(name, 2, found)
+    assert found["evaluated"]
+    assert found["evaluated first"]
+    assert "must match the size" in found["failing copy"]["said"]
+    assert found["failing copy"]["seconds"] < 5
+    assert found["failing copy"]["wrong"] == 0
+    assert found["skipped step"]
+    assert found["kept sums"]
+    assert found["shared link"]
+    assert "with other sizes in overlapped call" in found["other order"]
+    for name in WITHOUT:
+        assert found[f"without {name}"]["with"] == 0, name
+        assert found[f"without {name}"]["without"] > 0, f"{name} is not needed"
+
+
+def check_shared(name: str, columns: int, found: dict[str, Any]) -> None:
+    """Layers of one activation gather columns of x alone, and sum the layers' gradients."""
+    assert found[f"shared {name}"] == {"differ": [0] * 8, "calls": [GATHER] * columns + [SCATTER]}, name
+
+
+def check_operands(name: str | None, results: int, found: dict[str, Any]) -> None:
+    equal = [True] * results
+    assert found[f"operands {name}"] == {"off": equal, "on": equal, "sums": True, "grad": False}, name
+
+
+def check_two(found: dict[str, Any]) -> None:
+    check_both(found)
+    check_operands(None, 3, found)
+    check_shared("bf16 owner", 0, found)
     said = found["refused operands"]
     assert "without a tensor scale" in said["tensor scale"]
     assert "both are operands or both tensors" in said["mixed"]
@@ -131,36 +204,24 @@ def check_two(found: dict[str, Any]) -> None:
     assert "2 biases for 1 weights" in said["biases"]
     assert "31 rows for 2 ranks" in said["rows"]
     assert "a has rows [M, K]" in said["axes"]
-    assert found["evaluated"]
-    assert found["evaluated first"]
-    assert "must match the size" in found["failing copy"]["said"]
-    assert found["failing copy"]["seconds"] < 5
-    assert found["failing copy"]["wrong"] == 0
-    assert found["skipped step"]
-    assert found["kept sums"]
     assert found["freed"]["links"] == 0
     assert found["freed"]["threads"] <= 0, "those of groups before may end meanwhile"
     assert found["daemons"] == [True], "a copy that waits for a rank that is gone would keep the process"
-    assert "with other sizes in overlapped call" in found["other order"]
     assert "rank 1: the memory of ranks [0" in found["other memory"]
     assert "memory that all ranks map: rank 1: No space left on device" in found["no memory"]
     assert found["timeout"] == 7
-    assert found["shared link"]
     said = found["refusals"]
     assert "one of auto, on, off" in said["name"]
     assert "one rank" in said["alone"]
     assert "gathered before" in said["gathered"]
     assert "values and operands of x" in said["values and operands"]
     assert "compiled code" in said["compiled"]
-    for name in WITHOUT:
-        assert found[f"without {name}"]["with"] == 0, name
-        assert found[f"without {name}"]["without"] > 0, f"{name} is not needed"
 
 
 def test_a_flag_passes_2_to_the_31():
     """The comparison of numbers of calls by the sign of their difference."""
     arena = SharedArena.__new__(SharedArena)
-    arena.rank, arena.flags = 0, [torch.zeros(4, dtype=torch.int32)]
+    arena.rank, arena.flags = 0, [torch.zeros(HEADER // 4, dtype=torch.int32)]
     for written, wanted, behind in ((5, 5, False), (5, 6, True), (2**31 - 1, 2**31, True), (2**31 + 3, 2**31, False)):
-        arena.signal(0, written)
+        arena.signal([0], written, 0)
         assert arena.is_behind(0, wanted) == behind

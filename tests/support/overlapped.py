@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
-from blockscale.distributed.overlap import all_gather_mm, mm_reduce_scatter
+from blockscale.distributed.overlap import all_gather_mm, check, mm_reduce_scatter
 from blockscale.errors import BlockscaleError
 from support import overlapped_experts, overlapped_link
 from support.helpers import same_operand
-from support.overlapped_link import said_by
+from support.overlapped_link import device, said_by, settle
 from support.rank_program import Case, main, run_cases
-from support.tokens_sharded import FP8_POW2, Data, Sizes, Wire, data, part_of, two_layers, world
+from support.tokens_sharded import FP8_POW2, Data, Sizes, Wire, data, part_of, relative, two_layers, world
 
 
 def sizes(sequences: int = 1) -> Sizes:
@@ -33,6 +36,26 @@ def sizes(sequences: int = 1) -> Sizes:
     ranks = dist.get_world_size()
     lead = (128 * ranks,) if sequences == 1 else (sequences, 128 * ranks)
     return Sizes(lead, 128, 128 * ranks, len(lead) - 1)
+
+
+def own_part(data_of_all: Data, all_sizes: Sizes) -> Data:
+    """This rank's part, on its device."""
+    part = part_of(data_of_all, all_sizes)
+    return Data(*(None if each is None else each.to(device()) for each in part))  # pyright: ignore[reportArgumentType]
+
+
+class ViaHost(TorchDispatchMode):
+    """Collectives of CUDA tensors through the host: gloo lacks some of them, and NCCL refuses ranks on one GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        if func._schema.name.endswith("wait_tensor"):
+            return args[0]
+        moved = pytree.tree_map_only(Tensor, lambda each: each.cpu(), args)
+        found = func(*moved, **(kwargs or {}))
+        ended = pytree.tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, found)
+        return pytree.tree_map_only(Tensor, lambda each: each.to(device()), ended)
 
 
 def on_ranks(part: Data, recipe: Recipe, wgrad: Any, overlap: Any) -> dict[str, Tensor]:
@@ -55,7 +78,7 @@ def layers(
     sequences: int = 1,
 ) -> Any:
     """Two layers, overlapped and not: values that differ by name, and the collectives of the overlapped ones."""
-    part = part_of(data(sizes(sequences), dtype, bias=bias), sizes(sequences))
+    part = own_part(data(sizes(sequences), dtype, bias=bias), sizes(sequences))
     plain = on_ranks(part, recipe, wgrad, "off")
     on_ranks(part, recipe, wgrad, "on")  # buffers grow by collectives
     with Wire() as wire:
@@ -72,8 +95,8 @@ def sum_in_order(h: Tensor, down: Tensor, bias: Tensor | None, recipe: Recipe) -
     with torch.no_grad():
         mine = linear(h, down, None, recipe)
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    own = [part.chunk(len(parts), h.dim() - 2)[dist.get_rank()].float() for part in parts]
+    dist.all_gather_object(parts, mine.cpu())
+    own = [part.to(mine.device).chunk(len(parts), h.dim() - 2)[dist.get_rank()].float() for part in parts]
     y = functools.reduce(torch.add, own).to(mine.dtype)
     return y if bias is None else y + bias
 
@@ -85,6 +108,7 @@ def mlp(name: str, wgrad: str) -> Any:
     x, grad = (torch.randn(64 * ranks, 128, generator=rng).bfloat16().chunk(ranks)[rank] for _ in range(2))
     gate_up = (torch.randn(2, 64 * ranks, 128, generator=rng) * 0.1).bfloat16().chunk(ranks, 1)[rank].reshape(-1, 128)
     down = (torch.randn(128, 64 * ranks, generator=rng) * 0.1).bfloat16().chunk(ranks, 1)[rank].contiguous()
+    x, grad, gate_up, down = (each.to(device()) for each in (x, grad, gate_up, down))
     results: list[list[Tensor]] = []
     for overlap in ("off", "on"):
         leaves = [each.clone().requires_grad_() for each in (x, gate_up, down)]
@@ -98,7 +122,7 @@ def mlp(name: str, wgrad: str) -> Any:
 
 def shared(recipe: str, wgrad: Any) -> Any:
     """Three layers of one activation, overlapped and not: results and gradients that differ, and collectives."""
-    part, found = part_of(data(sizes(), torch.bfloat16), sizes()), list[list[Tensor]]()
+    part, found = own_part(data(sizes(), torch.bfloat16), sizes()), list[list[Tensor]]()
     for overlap in ("off", "on", "on"):
         x = part.x.clone().requires_grad_()
         weights = [(part.up * scale).requires_grad_() for scale in (1.0, 0.5, 3.0)]
@@ -118,7 +142,7 @@ def shared(recipe: str, wgrad: Any) -> Any:
 
 def trained(recipe: str) -> Any:
     """Losses of four steps of a residual MLP of two layers, overlapped and not."""
-    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    part = own_part(data(sizes(), torch.bfloat16), sizes())
     losses: dict[str, list[float]] = {}
     for overlap in ("off", "on"):
         up, down = part.up.clone().requires_grad_(), part.down.clone().requires_grad_()
@@ -139,8 +163,8 @@ def operands(format: str | None) -> dict[str, Any]:
     """`all_gather_mm` of two weights and `mm_reduce_scatter`, overlapped and not, beside products of the whole rows.
     format: of operands; None: bf16 tensors."""
     rank, ranks, rng = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(0)
-    x, q, k = (torch.randn(rows, 160, generator=rng).bfloat16() for rows in (24 * ranks, 48, 80))
-    bias = torch.randn(48, generator=rng).bfloat16()
+    x, q, k = (torch.randn(rows, 160, generator=rng).bfloat16().to(device()) for rows in (24 * ranks, 48, 80))
+    bias = torch.randn(48, generator=rng).bfloat16().to(device())
 
     def cast(values: Tensor) -> Any:
         return values if format is None else bs.quantize(values, format, scale_layout="plain")
@@ -149,7 +173,8 @@ def operands(format: str | None) -> dict[str, Any]:
     times: Any = torch.nn.functional.linear if format is None else bs.scaled_mm
     want = [times(whole, w, bias=b) for w, b in zip(weights, biases, strict=True)]
     found: dict[str, Any] = {}
-    parts = cast(torch.randn(24 * ranks, 160, generator=torch.Generator().manual_seed(1 + rank)).bfloat16())
+    mine = torch.randn(24 * ranks, 160, generator=torch.Generator().manual_seed(1 + rank)).bfloat16()
+    parts = cast(mine.to(device()))
     for overlap in ("off", "on"):
         options: dict[str, Any] = {"group": world(), "overlap": overlap}
         results, rows = all_gather_mm(cast(x.chunk(ranks)[rank]), *weights, biases=biases, **options)
@@ -160,7 +185,7 @@ def operands(format: str | None) -> dict[str, Any]:
             same_operand(rows, whole)
         found[f"sum {overlap}"] = mm_reduce_scatter(parts, weights[0], **options).float().tolist()
     found["sums"] = found.pop("sum on") == found.pop("sum off")
-    weight = torch.ones(8, 160, requires_grad=True)
+    weight = torch.ones(8, 160, requires_grad=True, device=device())
     found["grad"] = mm_reduce_scatter(x[: 2 * ranks].float(), weight, group=world()).requires_grad
     return found
 
@@ -181,9 +206,28 @@ def refused_operands() -> dict[str, str]:
     return said_by(calls)
 
 
+def captured() -> str:
+    """The error of a layer in a CUDA graph."""
+    part, graph = own_part(data(sizes(), torch.bfloat16), sizes()), torch.cuda.CUDAGraph()
+    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
+    column_parallel(part.x, part.up, **options, overlap="on")  # compiles
+    settle()
+    with torch.cuda.graph(graph):
+        return said_by({"": lambda: column_parallel(part.x, part.up, **options, overlap="on")})[""]
+
+
+def by_the_fastest_kernels(recipe: str) -> dict[str, float]:
+    """Relative distances between overlapped layers and others by the kernels of this GPU. Some sum along K in an order
+    that depends on the number of rows, so bits may differ."""
+    part = own_part(data(sizes(), torch.bfloat16), sizes())
+    with bs.use_backend(gemm="auto"):
+        plain, found = (on_ranks(part, get_recipe(recipe), "owner", overlap) for overlap in ("off", "on"))
+    return {name: relative(found[name].float(), plain[name].float()) for name in plain}
+
+
 def evaluated() -> bool:
     """Layers without gradients, in inference mode, which tensors of a side thread must not leave."""
-    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    part = own_part(data(sizes(), torch.bfloat16), sizes())
     found: list[Tensor] = []
     with torch.inference_mode():
         for overlap in ("off", "on"):
@@ -194,7 +238,7 @@ def evaluated() -> bool:
 
 def refusals() -> dict[str, str]:
     """Messages of calls that cannot overlap."""
-    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    part = own_part(data(sizes(), torch.bfloat16), sizes())
     options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     calls: dict[str, Callable[[], Any]] = {
@@ -214,7 +258,7 @@ def refusals() -> dict[str, str]:
 
 def skipped_step() -> bool:
     """A backward that raises between the start and the end of a sum does not stop the next one."""
-    part = part_of(data(sizes(), torch.bfloat16), sizes())
+    part = own_part(data(sizes(), torch.bfloat16), sizes())
     options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
 
     def gradient(overlap: str) -> Tensor:
@@ -232,52 +276,69 @@ def skipped_step() -> bool:
 def other_order() -> str:
     """Backward passes of different sizes that the last rank calls in another order."""
     options: dict[str, Any] = {"group": world(), "recipe": "mxfp8", "overlap": "on", "wgrad": "requantized"}
-    weight = torch.randn(64, 64, requires_grad=True)
-    losses = [column_parallel(torch.randn(rows, 64, requires_grad=True), weight, **options).sum() for rows in (32, 64)]
+    weight = torch.randn(64, 64, requires_grad=True, device=device())
+    xs = (torch.randn(rows, 64, requires_grad=True, device=device()) for rows in (32, 64))
+    losses = [column_parallel(x, weight, **options).sum() for x in xs]
     try:
         for loss in losses[:: -1 if dist.get_rank() == dist.get_world_size() - 1 else 1]:
             loss.backward()
+        check(world())
     except BlockscaleError as error:
         return str(error)
     return "no error"
 
 
 def cases(ranks: int) -> Iterator[Case]:
+    on_gpu = device().type == "cuda"
     if ranks == 2:
         yield "evaluated first", evaluated  # arenas are made in inference mode
     yield "layers fp8_blockwise", functools.partial(layers, get_recipe("fp8_blockwise"))
     yield "layers mxfp8 bias", functools.partial(layers, get_recipe("mxfp8"), bias=True)
     yield "layers pow2 requantized", functools.partial(layers, FP8_POW2, "requantized")
     yield "layers of sequences", functools.partial(layers, FP8_POW2, "requantized", sequences=3)
+    if on_gpu:
+        for recipe in ("fp8_blockwise", "mxfp8"):
+            yield f"fastest {recipe}", functools.partial(by_the_fastest_kernels, recipe)
     if ranks == 2:
-        yield "layers bf16", functools.partial(layers, get_recipe("bf16"))
-        unquantized = get_recipe("mxfp8").replace(dgrad=None)
-        yield "layers dgrad unquantized", functools.partial(layers, unquantized, dtype=torch.float32)
+        if not on_gpu:  # products by torch, whose bits may depend on the number of rows
+            yield "layers bf16", functools.partial(layers, get_recipe("bf16"))
+            unquantized = get_recipe("mxfp8").replace(dgrad=None)
+            yield "layers dgrad unquantized", functools.partial(layers, unquantized, dtype=torch.float32)
+            yield "operands None", functools.partial(operands, None)
+            yield "refused operands", refused_operands
+            yield "refusals", refusals
         yield "mlp mxfp8", functools.partial(mlp, "mxfp8", "owner")
         yield "mlp mxfp8 requantized", functools.partial(mlp, "mxfp8", "requantized")
-        for recipe, wgrad in (("mxfp8", "owner"), ("mxfp8", "requantized"), ("bf16", "owner")):
+        for recipe, wgrad in (("mxfp8", "owner"), ("mxfp8", "requantized"), ("bf16", "owner"))[: 2 if on_gpu else 3]:
             yield f"shared {recipe} {wgrad}", functools.partial(shared, recipe, wgrad)
         yield "trained", functools.partial(trained, "fp8_blockwise")
-        for name in ("fp8_1x128", "mxfp8_e4m3", None):
+        for name in ("fp8_1x128", "mxfp8_e4m3"):
             yield f"operands {name}", functools.partial(operands, name)
-        yield "refused operands", refused_operands
         yield "evaluated", evaluated
-        yield "refusals", refusals
         yield "skipped step", skipped_step
 
 
 def last_case(ranks: int) -> Iterator[Case]:
     """After it calls of the group are no longer the same."""
+    if ranks == 2 and device().type == "cuda":
+        yield "captured", captured
     if ranks == 2:
         yield "other order", other_order
 
 
 def run(rank: int, ranks: int, folder: str, only: tuple[str, ...] = ()) -> None:
     """All cases on one rank."""
-    # it sums in an order that does not depend on the number of rows
-    with bs.use_backend(gemm="reference", m_grouped="reference", k_grouped="reference"):
-        parts = cases, overlapped_experts.cases, overlapped_link.cases, last_case
-        run_cases(rank, ranks, folder, only, lambda: (case for part in parts for case in part(ranks)))
+    parts = cases, overlapped_experts.cases, overlapped_link.cases, last_case
+    found = functools.partial(run_cases, rank, ranks, folder, only)
+    with ExitStack() as stack:
+        # it sums in an order that does not depend on the number of rows
+        stack.enter_context(bs.use_backend(gemm="reference", m_grouped="reference", k_grouped="reference"))
+        timeout = None
+        if device().type == "cuda":
+            torch.cuda.set_device(0)
+            stack.enter_context(ViaHost())
+            timeout = timedelta(seconds=60)  # a rank that fails alone must not keep the others for longer
+        found(lambda: (case for part in parts for case in part(ranks)), timeout)
 
 
 if __name__ == "__main__":

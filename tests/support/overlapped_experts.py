@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
 import blockscale as bs
 from blockscale.autograd.recipe import get_recipe
@@ -28,7 +29,7 @@ from blockscale.distributed.overlap.link import Gathering
 from blockscale.nn import MoE
 from support import cut_experts as cut
 from support.cut_experts import TOP_K, Sizes
-from support.overlapped_link import late, said_by
+from support.overlapped_link import device, late, said_by
 from support.rank_program import Case
 from support.tokens_sharded import Wire, relative, world
 
@@ -44,6 +45,7 @@ def experts(name: str, sizes: Sizes, *, payload: Any = "bf16", bias: bool = Fals
     """Experts that are cut along their hidden units, overlapped and not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = cut.own_tokens(cut.cut(cut.data(sizes, torch.bfloat16, bias=bias, hot=hot), rank, ranks), sizes)
+    mine = pytree.tree_map_only(Tensor, lambda each: each.to(device()), mine)
     options: dict[str, Any] = {"recipe": name, "token_dim": sizes.token_dim, "payload": payload, "group": world()}
     plain, layer = (functools.partial(grouped_swiglu_parallel, overlap=overlap, **options) for overlap in ("off", "on"))
     want = cut.run(mine, plain)
@@ -272,6 +274,10 @@ def without_a_wait() -> dict[str, int]:
 def cases(ranks: int) -> Iterator[Case]:
     here = functools.partial
     flat, batch = Sizes((64 * ranks,), 128, 128 * ranks), Sizes((2, 32 * ranks), 96, 64 * ranks, 1)
+    if device().type == "cuda":
+        yield "experts fp8_blockwise", here(experts, "fp8_blockwise", flat, bias=True, hot=True)
+        yield "experts mxfp8 low", here(experts, "mxfp8", batch, payload="low", bias=True)
+        return
     if ranks == 4:
         yield "mesh", lambda: divided(mesh_of(2, 2), AllToAll(), bias=True)
         yield "trained mesh", lambda: trained(mesh_of(2, 2))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import itertools
+import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -40,43 +44,131 @@ def said_by(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
     return found
 
 
+def device() -> torch.device:
+    """Device of this process: the CPU, or the one GPU that all ranks share."""
+    return torch.device("cuda", 0) if os.environ.get("OVERLAP_ON") == "cuda" else torch.device("cpu")
+
+
+def new_link() -> Link:
+    """A link of its own of all ranks."""
+    assert dist.group.WORLD is not None
+    return Link(dist.group.WORLD, device())
+
+
+def pause(seconds: float) -> None:
+    """Delay what this thread does next, or what the current stream of the GPU does."""
+    if device().type == "cuda":
+        torch.cuda._sleep(int(seconds * 1.9e9))  # cycles
+    else:
+        time.sleep(seconds)
+
+
+def settle() -> None:
+    """Wait for the GPU."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def rows_of(call: int, rank: int, to: int = 0) -> Tensor:
-    """Random rows, whose number and length depend on the call alone."""
+    """Random rows, whose number and length depend on the call alone. On a GPU there are more, to take time."""
+    return _rows(call % 50, rank, to)
+
+
+@functools.cache
+def _rows(call: int, rank: int, to: int) -> Tensor:
     rng = torch.Generator().manual_seed(call * 100 + rank * 10 + to)
-    return torch.randn(1 + call * 7 % 50, 3 + call % 5, generator=rng).bfloat16()
+    rows = (1 + call * 7 % 50) * (64 if device().type == "cuda" else 1)
+    return torch.randn(rows, 3 + call % 5, generator=rng).bfloat16().to(device())
 
 
-def gathered(link: Link, call: int) -> int:
-    """Values that are wrong after a gather."""
-    wrong = 0
+def gathered(link: Link, call: int) -> Tensor:
+    """Values that are wrong after a gather. The host does not wait for the GPU."""
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
     gathering = link.gather([rows_of(call, link.rank), rows_of(call, link.rank).float()])
     for source in gathering.arrivals():
         (span,) = gathering.spans(source)
-        wrong += sum(int((whole[span] != rows_of(call, source)).sum()) for whole in gathering.whole)
+        for whole in gathering.whole:
+            wrong += (whole[span] != rows_of(call, source)).sum()
     return wrong
 
 
-def summed(link: Link, call: int) -> int:
+def summed(link: Link, call: int) -> Tensor:
     """Values that are wrong after a sum."""
     rows, columns = rows_of(call, 0).shape
     total = link.sum((rows, columns), torch.bfloat16)
     for owner in total.destinations():
         total.push(owner, rows_of(call, link.rank, owner))
     want = functools.reduce(torch.add, (rows_of(call, source, link.rank).float() for source in range(link.ranks)))
-    return int((total.finish() != want.bfloat16()).sum())
+    return (total.finish() != want.bfloat16()).sum()
 
 
-def many_calls() -> dict[str, int]:
-    """Calls of random sizes with random pauses, whose numbers pass 2^31."""
-    link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-    link.gathers = link.sums = 2**31 - 100
-    pauses = torch.Generator().manual_seed(dist.get_rank())
-    wrong = 0
-    for call in range(200):
+def jittered(method: str, kind: Any, pauses: torch.Generator) -> Any:
+    """A fifth of the calls of a method come up to 5 ms late."""
+    real = getattr(kind, method)
+
+    def delayed(self: Any, *args: Any) -> Any:
         if torch.rand((), generator=pauses) < 0.2:
-            time.sleep(float(torch.rand((), generator=pauses)) * 5e-3)
-        wrong += gathered(link, call) + summed(link, call)
-    return {"wrong": wrong, "calls": link.gathers - 2**31}
+            pause(float(torch.rand((), generator=pauses)) * 5e-3)
+        return real(self, *args)
+
+    return patch.object(kind, method, delayed)
+
+
+def many_calls(calls: int) -> dict[str, int]:
+    """Calls of random sizes with random pauses, whose numbers pass 2^31."""
+    link = new_link()
+    link.gathers = link.sums = 2**31 - calls // 2
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    with ExitStack() as stack:
+        late = ("gather", Link), ("_pull", Gathering), ("_store", Summation), ("finish", Summation)
+        for seed, (method, kind) in enumerate(late):  # one of them in another thread
+            rng = torch.Generator().manual_seed(10 * dist.get_rank() + seed)
+            stack.enter_context(jittered(method, kind, rng))
+        for call in range(calls):
+            wrong += gathered(link, call) + summed(link, call)
+        settle()
+    link.check()
+    return {"wrong": int(wrong), "calls": link.gathers - 2**31}
+
+
+def broken_off() -> dict[str, int]:
+    """Gathers whose rows are not taken, and sums that are not finished, between whole ones."""
+    link, rng = new_link(), torch.Generator().manual_seed(0)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    for call in range(80):
+        what = float(torch.rand((), generator=rng))
+        if what < 0.2:
+            gathering = link.gather([rows_of(call, link.rank)])
+            next(gathering.arrivals())
+            del gathering
+        elif what < 0.5:
+            total = link.sum((rows_of(call, 0).shape[0], 3 + call % 5), torch.bfloat16)
+            for owner in total.destinations()[: 1 if what < 0.3 else None]:
+                total.push(owner, rows_of(call, link.rank, owner))
+            del total
+        else:
+            wrong += gathered(link, call) + summed(link, call)
+    settle()
+    link.check()
+    dist.barrier()  # a gather that was not taken is still read
+    return {"wrong": int(wrong), "sums": link.sums - link.gathers}
+
+
+def two_streams() -> int:
+    """Wrong values of calls on two streams in turn, without a sync between them."""
+    streams, link = (torch.cuda.Stream(), torch.cuda.Stream()), new_link()
+    wrong = [torch.zeros((), dtype=torch.int64, device=device()) for _ in streams]
+    torch.cuda.synchronize()
+    rows = [rows_of(call, rank, to) for call in range(50) for rank in range(link.ranks) for to in range(link.ranks)]
+    torch.cuda.synchronize()
+    assert rows
+    for call in range(200):
+        turn = call * 7 % 5 % 2
+        with torch.cuda.stream(streams[turn]):
+            wrong[turn] += gathered(link, call) + summed(link, call)
+    torch.cuda.synchronize()
+    link.check()
+    return sum(map(int, wrong))
 
 
 def late(method: str, kind: Any, seconds: float = 0.3) -> Any:
@@ -85,13 +177,15 @@ def late(method: str, kind: Any, seconds: float = 0.3) -> Any:
 
     def delayed(self: Any, *args: Any) -> Any:
         if dist.get_rank() == 0:
-            time.sleep(seconds)
+            pause(seconds)
         return real(self, *args)
 
     return patch.object(kind, method, delayed)
 
 
-Check = Callable[[Link, int], int]
+# seconds, of the group that loses a rank
+TIMEOUT = 20.0
+Check = Callable[[Link, int], Tensor]
 # what is taken out of which calls, and what makes the first rank so late that values must be wrong without it
 WITHOUT: dict[str, Callable[[], tuple[Check, Any, Any]]] = {
     "the wait of a product for its rows": lambda: (
@@ -127,12 +221,19 @@ def without(name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for label in ("with", "without"):
         check, removed, adversary = WITHOUT[name]()
-        link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+        link = new_link()
         for kind in ("gather", "sum"):  # growing is collective, and would end a rank's lead
-            link.arena(kind, 1 << 15, 1)
+            link.arena(kind, 1 << 20, 1).data[link.rank].fill_(0xFF)
+        settle()
+        dist.barrier()
+        for call in range(1, 5):  # values come from the host
+            for rank, to in itertools.product(range(link.ranks), repeat=2):
+                rows_of(call, rank, to)
         with adversary, removed if label == "without" else nullcontext():
-            wrong = torch.tensor(sum(check(link, call) for call in range(1, 5)))
+            found_wrong = [check(link, call) for call in range(1, 5)]
+            settle()
             dist.barrier()  # copies without a wait
+        wrong = torch.tensor(sum(map(int, found_wrong)))
         dist.all_reduce(wrong)
         found[label] = int(wrong)
     return found
@@ -140,24 +241,24 @@ def without(name: str) -> dict[str, int]:
 
 def failing_copy() -> dict[str, Any]:
     """The error of a copy on the side stream is raised at once, and the next sum is right."""
-    link, start = Link(dist.group.WORLD), time.monotonic()  # pyright: ignore[reportArgumentType]
+    link, start = new_link(), time.monotonic()
     total, said = link.sum((2, 3), torch.float32), "no error"
-    for owner in total.destinations():
-        total.push(owner, torch.zeros(2, 3 if owner == link.rank else 4))
     try:
+        for owner in total.destinations():
+            total.push(owner, torch.zeros(2, 3 if owner == link.rank else 4, device=device()))
         total.finish()
     except RuntimeError as error:
         said = str(error)
-    return {"said": said, "seconds": time.monotonic() - start, "wrong": summed(link, 1)}
+    return {"said": said, "seconds": time.monotonic() - start, "wrong": int(summed(link, 1))}
 
 
 def kept_sums() -> bool:
     """Sums in fp32 are memory of their own: they stay as they are while later sums reuse the arena."""
-    link, found = Link(dist.group.WORLD), list[Tensor]()  # pyright: ignore[reportArgumentType]
+    link, found = new_link(), list[Tensor]()
     for call in range(5):
         total = link.sum((4, 4), torch.float32)
         for owner in total.destinations():
-            total.push(owner, torch.full((4, 4), float(call + 1)))
+            total.push(owner, torch.full((4, 4), float(call + 1), device=device()))
         found.append(total.finish())
     return all(bool((each == link.ranks * (call + 1)).all()) for call, each in enumerate(found))
 
@@ -167,7 +268,10 @@ def freed() -> dict[str, int]:
     before = threading.active_count(), len(Link._LINKS)
     for _ in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
-        column_parallel(torch.ones(32, 64), torch.ones(64, 64), group=group, recipe="mxfp8", overlap="on")
+        x, weight = (torch.ones(rows, 64, device=device()) for rows in (32, 64))
+        column_parallel(x, weight, group=group, recipe="mxfp8", overlap="on")
+        settle()
+        dist.barrier()
         dist.destroy_process_group(group)
         del group
     gc.collect()
@@ -218,19 +322,56 @@ def daemons() -> list[bool]:
 def shared_link() -> bool:
     """Layers of a group share one link."""
     ranks = ranks_of(world())
-    return Link.of(ranks) is Link.of(ranks)
+    return Link.of(ranks, device()) is Link.of(ranks, device())
+
+
+def lose_a_rank(rank: int, folder: str) -> None:
+    """The second of two ranks is killed between two calls; the first one writes what it then finds."""
+    if device().type == "cuda":
+        torch.cuda.set_device(0)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
+    link = new_link()
+    wrong = int(sum(gathered(link, call) + summed(link, call) for call in range(3)))
+    settle()
+    dist.barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start, sums = time.monotonic(), list[Tensor]()
+
+    def lost() -> None:
+        gathered(link, 3)
+        total = link.sum((4, 4), torch.float32)  # the host does not know yet
+        for owner in total.destinations():
+            total.push(owner, torch.ones(4, 4, device=device()))
+        sums.append(total.finish())
+        settle()
+        link.check()
+
+    said, seconds = said_by({"lost": lost}), time.monotonic() - start
+    is_nan = [bool(each.isnan().all()) for each in sums]
+    if device().type == "cuda":  # a wait that failed closes the link
+        said |= said_by({"sum": lambda: link.sum((1, 1), torch.float32), "gather": lambda: gathered(link, 4)})
+    Path(folder, "0.json").write_text(json.dumps({"wrong": wrong, "said": said, "seconds": seconds, "is_nan": is_nan}))
+    os._exit(0)  # its group has a rank less
 
 
 def cases(ranks: int) -> Iterator[Case]:
-    yield "many calls", many_calls
+    on_gpu = device().type == "cuda"
+    # four processes take turns on a GPU, and a call needs all of them
+    yield "many calls", functools.partial(many_calls, (1000 if ranks == 2 else 400) if on_gpu else 200)
+    yield "broken off", broken_off
+    if on_gpu:
+        yield "two streams", two_streams
     if ranks == 2:
         yield "failing copy", failing_copy
-        yield "no memory", no_memory
-        yield "other memory", other_memory
         yield "kept sums", kept_sums
         yield "freed", freed
-        yield "daemons", daemons
-        yield "timeout", timeout
         yield "shared link", shared_link
+        if not on_gpu:
+            yield "no memory", no_memory
+            yield "other memory", other_memory
+            yield "daemons", daemons
+            yield "timeout", timeout
         for name in WITHOUT:
             yield f"without {name}", functools.partial(without, name)

@@ -14,8 +14,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
 _SMALLEST = 1 << 16
+
+
+def symmetric_buffer(size: int, device: torch.device) -> Tensor:
+    """Bytes for a rendezvous, an allocation of their own.
+
+    `symm_mem.empty` of newer torch takes them from a pool, where they may lie behind others, at an offset that is not
+    the same on all ranks and that `get_buffer` does not add.
+    """
+    return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
 class SymmetricLink:
@@ -62,9 +72,7 @@ class SymmetricLink:
         """The first bytes of this rank's buffer."""
         if self.buffer is None or self.buffer.numel() < size:
             torch.cuda.synchronize(self.device)  # peers may still read the old one
-            self.buffer = symm_mem.empty(
-                max(_SMALLEST, 1 << (size - 1).bit_length()), dtype=torch.uint8, device=self.device
-            )
+            self.buffer = symmetric_buffer(max(_SMALLEST, 1 << (size - 1).bit_length()), self.device)
             self.handle = symm_mem.rendezvous(self.buffer, self.group)
         return self.buffer[:size]
 

@@ -18,7 +18,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,10 @@ from ...errors import ShardingError, refuse
 from ..failures import error_of_waiting, first_failure, timeout_of
 
 SLOTS = 2
-# int32 values before the data: flags of all ranks, digests of both slots, a token
+ANY = -1  # in place of a digest: any call passes
+# bytes before the data, int32 values: flags of all ranks, digests of both slots, a token
 _MOST_RANKS = 1024
-_HEADER = 4 * (1 + SLOTS) * _MOST_RANKS + 4096
+HEADER = 4 * (1 + SLOTS) * _MOST_RANKS + 4096
 _IN_MEMORY = Path("/dev/shm")
 _LONGEST_PAUSE = 1e-3
 _BETWEEN_QUESTIONS = 0.1
@@ -54,16 +55,16 @@ class SharedArena:
     def __init__(self, group: dist.ProcessGroup, size: int, call: int) -> None:
         self._group = weakref.ref(group)
         self.rank, self.ranks, self.size = dist.get_rank(group), group.size(), size
-        mine = _reserve(_HEADER + size)
+        mine = _reserve(HEADER + size)
         try:
             with torch.inference_mode(False):  # later calls write it in any mode
                 own = self._map(mine.path)
                 if own is not None:
-                    own[:_HEADER].view(torch.int32)[: self.ranks] = _wrapped(call - 1)
-                    own[:_HEADER].view(torch.int32)[-1] = mine.token
+                    own[:HEADER].view(torch.int32)[: self.ranks] = wrapped(call - 1)
+                    own[:HEADER].view(torch.int32)[-1] = mine.token
                 files = self._exchange(group, mine)
                 maps = [self._map(each.path) for each in files]
-                tokens = [None if each is None else int(each[:_HEADER].view(torch.int32)[-1]) for each in maps]
+                tokens = [None if each is None else int(each[:HEADER].view(torch.int32)[-1]) for each in maps]
             foreign = [rank for rank, each in enumerate(files) if tokens[rank] != each.token]
             why_not = f"the memory of ranks {foreign} is not that of this one" if foreign else ""
             self._exchange(group, mine._replace(why_not=why_not))
@@ -71,12 +72,12 @@ class SharedArena:
             os.unlink(mine.path)
         found = [each for each in maps if each is not None]
         with torch.inference_mode(False):
-            self.flags = [each[:_HEADER].view(torch.int32) for each in found]
-            self.data = [each[_HEADER:] for each in found]
+            self.flags = [each[:HEADER].view(torch.int32) for each in found]
+            self.data = [each[HEADER:] for each in found]
 
     def _map(self, path: str) -> Tensor | None:
         """Bytes of a file; None if it is not there at its full size, as in another container."""
-        size = _HEADER + self.size
+        size = HEADER + self.size
         if not os.path.exists(path) or os.path.getsize(path) < size:
             return None
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
@@ -97,13 +98,11 @@ class SharedArena:
             error=ShardingError,
         )
 
-    def tell(self, rank: int, call: int, digest: int) -> None:
-        """Tell a rank that this one has begun a call, with its digest, before `signal`."""
-        self.flags[rank][self._digest_at(call, self.rank)] = digest
-
-    def signal(self, rank: int, call: int) -> None:
-        """Set this rank's flag at another rank to the number of a call, after everything that was written before."""
-        self.flags[rank][self.rank] = _wrapped(call)
+    def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
+        """Set this rank's flag at others to the number of a call, with its digest, after everything written before."""
+        for rank in ranks:
+            self.flags[rank][digest_at(call, self.rank)] = digest
+            self.flags[rank][self.rank] = wrapped(call)
 
     def wait(self, source: int, call: int, digest: int) -> None:
         """Wait until the flag of a rank has reached a call; RankError after the group's timeout, ShardingError if the
@@ -116,13 +115,8 @@ class SharedArena:
                 self._ask(source, call, waited)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        if int(self.flags[self.rank][self._digest_at(call, source)]) != digest:
-            refuse(
-                f"ranks {self.rank} and {source} of a group with other sizes in overlapped call {call}",
-                rule="the ranks of a group make the same calls in the same order, backward passes included",
-                fix="call backward in the same order on all ranks, and pad tokens to the longest",
-                error=ShardingError,
-            )
+        if digest != ANY and int(self.flags[self.rank][digest_at(call, source)]) != digest:
+            refuse_other_call(self.rank, source, call)
 
     def is_behind(self, source: int, call: int) -> bool:
         """Whether the flag of a rank has not reached the number of a call. Numbers wrap around at 2^31."""
@@ -142,8 +136,20 @@ class SharedArena:
         if failed is not None or waited > timeout_of(group):
             raise error_of_waiting(failed, where, waits_in)
 
-    def _digest_at(self, call: int, source: int) -> int:
-        return (1 + call % SLOTS) * _MOST_RANKS + source
+
+def refuse_other_call(rank: int, source: int, call: int) -> NoReturn:
+    """Raise the error of ranks whose digests of a call differ."""
+    refuse(
+        f"ranks {rank} and {source} of a group with other sizes in overlapped call {call}",
+        rule="the ranks of a group make the same calls in the same order, backward passes included",
+        fix="call backward in the same order on all ranks, and pad tokens to the longest",
+        error=ShardingError,
+    )
+
+
+def digest_at(call: int, source: int) -> int:
+    """Index of a rank's digest of a call among the int32 values of a header."""
+    return (1 + call % SLOTS) * _MOST_RANKS + source
 
 
 def digest_of(facts: Sequence[object]) -> int:
@@ -151,7 +157,7 @@ def digest_of(facts: Sequence[object]) -> int:
     return zlib.crc32(repr(facts).encode()) & 0x7FFFFFFF
 
 
-def _wrapped(call: int) -> int:
+def wrapped(call: int) -> int:
     """A number of a call as an int32."""
     return (call + 2**31) % 2**32 - 2**31
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -22,29 +23,41 @@ def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> Link | None:
     """The link that a call uses, or None for a collective before or after the product.
 
     overlap: "on" raises if the call cannot overlap; "auto" overlaps where the model promises a gain, which on CPU ranks
-    is never. All ranks pass the same and decide alike.
+    is never, and on GPUs not before it has been measured. All ranks pass the same and decide alike.
     """
     check_name(overlap, OVERLAPS, "overlap")
-    if overlap == "off" or (overlap == "auto" and x.device.type == "cpu"):
+    if overlap != "on":
         return None
     why = reason_against(x, ranks)
-    if why is None:
-        return Link.of(ranks)
-    if overlap == "on":
+    if why is not None:
         refuse(f'overlap="on" for {why[0]}', rule=why[1], fix=f'{why[2]}, or pass overlap="auto"', error=ShardingError)
-    return None
+    return Link.of(ranks, x.device)
 
 
 def reason_against(x: Tensor, ranks: Ranks) -> tuple[str, str, str] | None:
-    """What of a call cannot overlap, the rule, and the fix; None if it can."""
+    """What of a call cannot overlap, the rule, and the fix; None if it can. Whether ranks can map each other's memory
+    shows when they first do."""
     if ranks.size == 1:
         return "one rank", "communication that hides needs another rank", "pass a group of several ranks"
     if torch.compiler.is_compiling():
         rule = "side streams and waits are not traced"
         return "compiled code", rule, "leave the layer out of torch.compile"
+    if x.device.type == "cuda":
+        return _reason_of_gpu()
+    if x.device.type != "cpu":
+        return f"tensors on {x.device.type}", "side streams exist for CPU ranks and CUDA", "move to CUDA"
     if platform.machine() not in _ORDERED:
         rule = "rows must be there when a flag is, which processors guarantee that keep stores in order"
         return f"a {platform.machine()}", rule, "run on x86-64"
-    if x.device.type != "cpu":
-        return f"tensors on {x.device.type}", "side streams exist for CPU ranks only, so far", "move to the CPU"
+    return None
+
+
+def _reason_of_gpu() -> tuple[str, str, str] | None:
+    if torch.version.hip is not None:
+        return "a GPU of AMD", "waits read the clock of an NVIDIA GPU", "run on an NVIDIA GPU"
+    if find_spec("triton") is None:
+        return "a GPU without Triton", "flags are set and read by Triton kernels", "install triton"
+    if torch.cuda.is_current_stream_capturing():
+        rule = "a flag holds the number of its call, and a replayed graph would repeat that of its capture"
+        return "a captured CUDA graph", rule, "leave the layer out of the graph"
     return None

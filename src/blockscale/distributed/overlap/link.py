@@ -8,7 +8,18 @@ own rows last. The owner adds them in the order of ranks, in fp32, and rounds on
 
 No barrier between calls: two slots are enough. A rank stages call n + 2 after it has finished n + 1, so it has seen
 every other rank stage n + 1, which that rank does after its last read of call n. Sums are the same through their
-parts, if a call is finished before the next one starts: `Link` gives up a sum that an error has left unfinished.
+parts, if a call is finished before the next one starts: `Link` gives up a sum that an error has left unfinished, and
+waits for the rows of such a gather.
+
+On GPUs "after" is the order of streams, and the host waits for none of it. Staging and signals are on the stream of the
+products (the main one), waits for rows and copies on the side stream; `join` orders the main stream after a copy. So
+all copies of a gather are joined before the next one stages, by `arrivals` or by `Link.gather`: the signal of n + 1 is
+then after this rank's reads of n, and the staging of n + 2 after its waits of n + 1. Waits for parts, and reads of
+them, are on the main stream; a part is sent on the side stream, after what the main stream had before `push`. So a
+part of n + 2 is sent after the waits of n + 1, and a part of n + 1 after the reads of n.
+
+No wait is for work that is enqueued after a wait of the same call, so ranks cannot wait for one another in a circle,
+also if one stream holds up the other.
 """
 
 from __future__ import annotations
@@ -17,8 +28,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,51 +36,70 @@ from torch import Tensor
 
 from ...library import empty
 from ..collectives import Ranks
-from .arena import SLOTS, SharedArena, digest_of
-from .side import CopyThread
+from .arena import ANY, SLOTS, digest_of
+from .transport import Arena, transport_of
 
 _SMALLEST = 1 << 16
+_CPU = torch.device("cpu")
 
 
 class Link:
-    """Arenas, side stream and numbers of calls of a group, which all of its layers share."""
+    """Arenas, side stream and numbers of calls of a group on a device, which all of its layers share."""
 
     # neither a link nor what it has keeps its group alive
-    _LINKS: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Link]] = weakref.WeakKeyDictionary()
+    _LINKS: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Link]]] = (
+        weakref.WeakKeyDictionary()
+    )
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.rank, self.ranks = weakref.ref(group), dist.get_rank(group), group.size()
-        self.side = CopyThread()
-        self.gathers = self.sums = 0
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
+        self._group, self.rank, self.ranks = weakref.ref(group), group.rank(), group.size()
+        self._transport = transport_of(device)
+        self.side, self.poison = self._transport.side, self._transport.poison
+        self.gathers = self.sums = self._taken = 0
         self._open: Summation | None = None
-        self._arenas: dict[str, SharedArena] = {}
+        self._arenas: dict[str, Arena] = {}
 
     @classmethod
-    def of(cls, ranks: Ranks) -> Link:
+    def of(cls, ranks: Ranks, device: torch.device = _CPU) -> Link:
         """The link of a group. Calls follow one another in the same order on all of its ranks."""
-        group = dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
-        found = cls._LINKS.get(group)
+        links = cls.all_of(ranks)
+        found = links.get(device)
         if found is None:
-            found = cls._LINKS[group] = Link(group)
+            found = links[device] = Link(_group_of(ranks), device)
         return found
+
+    @classmethod
+    def all_of(cls, ranks: Ranks) -> dict[torch.device, Link]:
+        """Links of a group by device."""
+        return cls._LINKS.setdefault(_group_of(ranks), {})
+
+    def check(self) -> None:
+        """Raise the error of a wait that failed on the GPU; later calls raise it by themselves. No sync."""
+        self._transport.check(self._alive())
+
+    def _alive(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None, "a call has its group"
+        return group
 
     def others(self) -> list[int]:
         """The other ranks in the order in which this rank exchanges rows with them."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def arena(self, kind: str, size: int, call: int) -> SharedArena:
+    def arena(self, kind: str, size: int, call: int) -> Arena:
         """The arena of a kind of call, with room for two slots of this size. It grows on all ranks in the same call."""
         found = self._arenas.get(kind)
         if found is None or found.size < SLOTS * size:
-            group = self._group()
-            assert group is not None, "a call has its group"
             room = max(_SMALLEST, 1 << (SLOTS * size - 1).bit_length())
-            found = self._arenas[kind] = SharedArena(group, room, call)
+            found = self._arenas[kind] = self._transport.arena(self._alive(), room, call)
         return found
 
     def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> Gathering:
         """Start to gather tensors [rows, N] of this rank, equal in shape on all ranks.  runs: of a rank's rows, between
         which those of the others lie."""
+        self._transport.begin(self._alive())
+        if self._taken != self.gathers:  # an error has left rows of the gather before, or they are taken later
+            self.side.join(self.side.run(lambda: None))
         self.gathers += 1
         return Gathering(self, [piece.contiguous() for piece in pieces], runs, self.gathers)
 
@@ -78,13 +107,17 @@ class Link:
         """Start a sum over ranks of rows [rows, N] for each rank."""
         if self._open is not None:
             self._open.give_up()
+        self._transport.begin(self._alive())
         self.sums += 1
         self._open = Summation(self, shape, dtype, self.sums)
         return self._open
 
-    def close(self, total: Summation) -> None:
-        """A sum has ended."""
-        self._open = None if self._open is total else self._open
+    def close(self, ended: Gathering | Summation) -> None:
+        """All rows of a gather have been taken, or a sum has ended."""
+        if isinstance(ended, Gathering):
+            self._taken = ended.call
+        elif self._open is ended:
+            self._open = None
 
 
 class Gathering:
@@ -94,15 +127,13 @@ class Gathering:
         self.link, self.runs, self.call, self.rows = link, runs, call, pieces[0].shape[0]
         self._sizes = [piece.numel() * piece.element_size() for piece in pieces]
         self._arena = link.arena("gather", sum(self._sizes), call)
-        self._digest = digest_of(("gather", runs, *(tuple(piece.shape) for piece in pieces), *self._sizes))
+        self._digest = digest_of(("gather", call, runs, *(tuple(piece.shape) for piece in pieces), *self._sizes))
         self.whole = [empty((link.ranks * self.rows, *piece.shape[1:]), piece.dtype, piece.device) for piece in pieces]
         for piece, staged in zip(pieces, self._slot(link.rank), strict=True):
             staged.copy_(piece.view(torch.uint8).flatten())
         self._take(link.rank)
-        for rank in link.others():
-            self._arena.tell(rank, call, self._digest)
-            self._arena.signal(rank, call)
-        self._copies = {rank: link.side.run(functools.partial(self._pull, rank)) for rank in link.others()}
+        self._arena.signal(link.others(), call, self._digest)
+        self._copies = {rank: link.side.run(functools.partial(self._pull, rank), self.whole) for rank in link.others()}
 
     def spans(self, rank: int) -> list[slice]:
         """Rows of a rank in `whole`, a span for each run."""
@@ -113,6 +144,8 @@ class Gathering:
         yield self.link.rank
         for rank in self.link.others():
             self._wait(rank)
+            if rank == self.link.others()[-1]:
+                self.link.close(self)
             yield rank
 
     def _wait(self, rank: int) -> None:
@@ -146,9 +179,11 @@ class Summation:
     def __init__(self, link: Link, shape: tuple[int, int], dtype: torch.dtype, call: int) -> None:
         self.link, self.shape, self.dtype, self.call = link, shape, dtype, call
         self._size = shape[0] * shape[1] * dtype.itemsize
-        self._arena, self._digest = link.arena("sum", link.ranks * self._size, call), digest_of(("sum", shape, dtype))
+        self._arena = link.arena("sum", link.ranks * self._size, call)
+        self._digest = digest_of(("sum", call, shape, dtype))
         self._own: Tensor | None = None
-        self._copies: list[Future[None]] = []
+        self._copies: list[Any] = []
+        self._sent: set[int] = set()
         self._given_up = False
 
     def destinations(self) -> list[int]:
@@ -160,7 +195,7 @@ class Summation:
         if rank == self.link.rank:
             self._own = part
         else:
-            self._copies.append(self.link.side.run(functools.partial(self._store, rank, part)))
+            self._copies.append(self.link.side.run(functools.partial(self._store, rank, part), (part,)))
 
     def finish(self) -> Tensor:
         """The sum of this rank's rows [rows, N]: parts are added in the order of ranks in fp32, and rounded once."""
@@ -177,20 +212,26 @@ class Summation:
             total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
         self.link.close(self)
         assert total is not None
-        return total.to(self.dtype)
+        return torch.add(total, self.link.poison, out=empty(total.shape, self.dtype, total.device))
 
     def give_up(self) -> None:
-        """End a sum that an error has left unfinished: its parts are not read any more."""
+        """End a sum that an error has left unfinished: its parts are not read any more, but ranks wait for each other
+        as in every sum. A rank that has not given up gets the error of another call."""
         self._given_up = True
         for copy in self._copies:
             with contextlib.suppress(Exception):  # the first error has been raised
                 self.link.side.join(copy)
+        for rank in self.link.others():
+            if rank not in self._sent:
+                self._arena.signal([rank], self.call, digest_of(("given up", self.call)))
+        for rank in self.link.others():
+            self._arena.wait(rank, self.call, ANY)
 
     def _store(self, rank: int, part: Tensor) -> None:
         """Copy a part into the memory of its owner and tell it, on the side stream."""
-        self._arena.tell(rank, self.call, self._digest)
         self._slot(rank, self.link.rank).copy_(part)
-        self._arena.signal(rank, self.call)
+        self._arena.signal([rank], self.call, self._digest)
+        self._sent.add(rank)
 
     def _wait_arrived(self, rank: int) -> None:
         """Wait until the part of a rank is here."""
@@ -200,6 +241,10 @@ class Summation:
         """Where the part of a source lies in the memory of an owner."""
         start = self._arena.size // SLOTS * slot_of(self.call) + source * self._size
         return self._arena.data[owner][start : start + self._size].view(self.dtype).view(self.shape)
+
+
+def _group_of(ranks: Ranks) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
 
 
 def slot_of(call: int) -> int:

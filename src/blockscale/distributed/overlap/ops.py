@@ -20,6 +20,7 @@ from ...gemm.ops import check_bias, check_dense, check_output, multiply
 from ..agreement import check_same_call
 from ..collectives import Tokens, ranks_of
 from .choice import Overlap, link_for
+from .link import Link
 from .products import Times
 from .sharing import Sharing
 
@@ -96,6 +97,23 @@ def mm_reduce_scatter(
     operand, values = _split(a)
     sharing = Sharing(ranks, tokens, False, link_for(overlap, values, ranks))
     return sharing.product_sum(_times(weight, None, out_dtype), operand, values, out_dtype).wait()
+
+
+def check(group: dist.ProcessGroup | DeviceMesh) -> None:
+    """Wait for this rank's GPUs, and raise if a wait of an overlapped call of the group has failed there.
+
+    The next overlapped call raises it, too. Sums after a failed wait are NaN, and rows are not those of the ranks: call
+    this before weights are saved.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> check(dist.group.WORLD)
+    >>> dist.destroy_process_group()
+    """
+    for device, link in Link.all_of(ranks_of(group)).items():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        link.check()
 
 
 def _times(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Times:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
+from torch import Tensor
 
 Task = tuple[Callable[[], None], "Future[None]"]
 
@@ -24,7 +25,7 @@ class CopyThread:
         threading.Thread(target=_work, args=(self._tasks,), name="blockscale-copies", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
-    def run(self, copy: Callable[[], None]) -> Future[None]:
+    def run(self, copy: Callable[[], None], uses: Sequence[Tensor] = ()) -> Future[None]:
         """Start a copy, after those before it."""
         inference, done = torch.is_inference_mode_enabled(), Future[None]()
 

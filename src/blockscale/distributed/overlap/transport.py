@@ -1,0 +1,90 @@
+"""What differs between devices: the memory that ranks share, the side stream, and when the host learns of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arena import SharedArena
+from .side import CopyThread
+
+
+class Arena(Protocol):
+    """Memory of all ranks of a group with flags.  size: bytes of a rank.  data: uint8 [size] of each rank."""
+
+    size: int
+    data: list[Tensor]
+
+    def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
+        """Set this rank's flag at others to the number of a call, with its digest, after everything written before.
+        ranks: follow one another, the first one after the last."""
+        ...
+
+    def wait(self, source: int, call: int, digest: int) -> None:
+        """Let what follows wait until a rank's flag has reached a call. A wait is bounded; it fails if the rank makes
+        another call, which `ANY` as digest allows."""
+        ...
+
+
+class Side(Protocol):
+    """A stream beside that of products."""
+
+    def run(self, copy: Callable[[], None], uses: Sequence[Tensor] = ()) -> Any:
+        """Start a copy after those before it and after the work before this call.  uses: tensors of it that may be
+        freed before it ends."""
+        ...
+
+    def join(self, copy: Any) -> None:
+        """Let what follows wait for a copy."""
+        ...
+
+
+class Transport(Protocol):
+    """Arenas and the side stream of a link.  poison: fp32, added to sums: -0.0, which changes no bit, or NaN after a
+    wait that failed and that the host has not seen."""
+
+    side: Side
+    poison: Tensor
+
+    def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
+        """A new arena, made by all ranks.  call: the first one that uses it."""
+        ...
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        """Start a call: raise as `check` does, and order the call after those before it."""
+        ...
+
+    def check(self, group: dist.ProcessGroup) -> None:
+        """Raise the error of a wait that has failed and that the host has not seen."""
+        ...
+
+
+class HostTransport:
+    """CPU ranks of one host, whose waits raise where they are."""
+
+    def __init__(self) -> None:
+        self.side: Side = CopyThread()
+        with torch.inference_mode(False):
+            self.poison = torch.tensor(-0.0)
+
+    def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
+        return SharedArena(group, size, call)
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        """Calls of a host thread are in order."""
+
+    def check(self, group: dist.ProcessGroup) -> None:
+        """Errors have been raised."""
+
+
+def transport_of(device: torch.device) -> Transport:
+    """A new transport for tensors on a device."""
+    if device.type == "cpu":
+        return HostTransport()
+    from .cuda import CudaTransport  # imports Triton
+
+    return CudaTransport(device)

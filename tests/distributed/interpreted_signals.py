@@ -1,0 +1,146 @@
+"""Signals and waits of GPUs in Triton's interpreter: alone, and below a link of two CPU processes.
+
+    TRITON_INTERPRET=1 python tests/distributed/interpreted_signals.py
+
+Prints `checks calls wrong failed`: checks that hold, calls of the link between random pauses, values of them that are
+wrong, and checks that fail.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.multiprocessing import start_processes  # noqa: E402
+
+from blockscale.distributed.overlap import cuda  # noqa: E402
+from blockscale.distributed.overlap import link as link_module  # noqa: E402
+from blockscale.distributed.overlap.arena import HEADER  # noqa: E402
+from blockscale.distributed.overlap.link import Link  # noqa: E402
+from blockscale.errors import RankError  # noqa: E402
+from support.overlapped_link import gathered, summed  # noqa: E402
+from support.signal_checks import checks  # noqa: E402
+
+CALLS = 40
+
+
+class Inline:
+    """A side stream that the main one runs: one thread interprets."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def run(self, copy: Callable[[], None], uses: Sequence[Tensor] = ()) -> None:
+        copy()
+
+    def join(self, copy: None) -> None:
+        pass
+
+
+class Files:
+    """Symmetric memory of CPU processes: files that all of them map."""
+
+    def __init__(self, folder: str, rank: int, ranks: int) -> None:
+        self.folder, self.rank, self.ranks, self.count = folder, rank, ranks, 0
+        self.sizes: list[int] = []
+
+    def _map(self, rank: int, size: int) -> Tensor:
+        return torch.from_file(f"{self.folder}/{self.count}-{rank}", shared=True, size=size, dtype=torch.uint8)
+
+    def empty(self, size: int, device: torch.device) -> Tensor:
+        self.count += 1
+        self.sizes.append(size)
+        Path(self.folder, f"{self.count}-{self.rank}").write_bytes(b"\xff" * size)
+        return self._map(self.rank, size)
+
+    def rendezvous(self, own: Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+        dist.barrier(group)
+        maps = [self._map(rank, own.numel()) for rank in range(self.ranks)]
+
+        def get_buffer(rank: int, sizes: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+            found = maps[rank].view(dtype)
+            return found[offset : offset + math.prod(sizes)].view(sizes)
+
+        # `own` is mapped twice
+        return SimpleNamespace(get_buffer=get_buffer, buffer_ptrs=[own.data_ptr()] * self.ranks)
+
+
+@contextmanager
+def on_the_cpu(memory: Files, limit: float) -> Generator[None]:
+    """Context in which a CUDA transport has CPU tensors."""
+    with ExitStack() as stack:
+        for where, name, instead in (
+            (cuda, "symm_mem", memory),
+            (cuda, "symmetric_buffer", memory.empty),
+            (cuda, "CudaSide", Inline),
+            (cuda, "timeout_of", lambda group: limit),
+            (torch.cuda, "synchronize", lambda device: None),
+            (torch.cuda, "device", lambda device: nullcontext()),
+            (torch.cuda, "current_stream", lambda device: 0),
+            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=memory.rank)),
+            (link_module, "transport_of", cuda.CudaTransport),
+        ):
+            stack.enter_context(patch.object(where, name, instead))
+        yield
+
+
+def run(rank: int, folder: str) -> None:
+    """A rank of the link; both are late at times, and the second one makes a call less."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    pauses, wrong, said, memory = torch.Generator().manual_seed(rank), 0, "", Files(folder, rank, 2)
+    with on_the_cpu(memory, 1e7):
+        link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+        link.gathers = link.sums = 2**31 - CALLS // 2
+        for call in range(CALLS):
+            if torch.rand((), generator=pauses) < 0.3:
+                time.sleep(float(torch.rand((), generator=pauses)) * 0.03)
+            if call == CALLS // 2:  # arenas grow
+                link.arena("gather", 1 << 17, link.gathers + 1)
+            wrong += gathered(link, call) + summed(link, call)
+        link.check()
+    assert memory.sizes == [HEADER + (1 << 16)] * 2 + [HEADER + (1 << 18)]
+    with on_the_cpu(memory, 100):
+        link = Link(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+        link.arena("gather", 1, 1)
+        if rank == 0:
+            list(link.gather([torch.ones(1, 1)]).arrivals())
+            for act in (link.check, lambda: link.sum((1, 1), torch.float32)):
+                try:
+                    act()
+                except RankError as error:
+                    said += str(error)
+    Path(folder, f"{rank}.json").write_text(json.dumps([2 * CALLS, int(wrong), said]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    found = checks()
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(run, (folder,), 2, start_method="fork")
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+    lost = "no word from rank 1, which was killed, hangs or makes other calls, while rank 0 waits in overlapped call 1"
+    found["a rank that makes no call"] = ranks[0][2].count(lost) == 2 and not ranks[1][2]
+    failed = [name for name, holds in found.items() if not holds]
+    print(sum(found.values()), sum(calls for calls, _, _ in ranks), sum(wrong for _, wrong, _ in ranks), *failed)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

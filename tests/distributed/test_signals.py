@@ -1,0 +1,157 @@
+"""Flags and waits of GPUs: in Triton's interpreter, compiled without a GPU, and the host's reading of faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="needs triton, which is not installed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+from aot.compiled import CAN_COMPILE, compiled_for, report
+from blockscale.distributed.collectives import Ranks
+from blockscale.distributed.overlap import choice, cuda
+from blockscale.distributed.overlap.arena import HEADER
+from blockscale.distributed.overlap.signals import OTHER_CALL, TIMED_OUT, Fault, Flags
+from blockscale.distributed.overlap.transport import HostTransport
+from blockscale.errors import RankError, ShardingError
+from support import helpers
+from support.products import assert_same_bits
+from support.signal_checks import checks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_interpreted_kernels():
+    """Numbers that pass 2^31, timeouts, other calls, what a fault ends; and a link of two processes."""
+    assert helpers.interpreted(Path(__file__).parent / "interpreted_signals.py") == (24, 160, 0)
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu():
+    """The same, by the GPU's clock."""
+    found = checks()
+    assert len(found) == 23
+    assert [name for name, holds in found.items() if not holds] == []
+
+
+def compiled(arch: int) -> dict[str, Any]:
+    """The two kernels as a link of eight ranks launches them."""
+    headers = [torch.empty(HEADER // 4, dtype=torch.int32) for _ in range(8)]
+    flags = Flags(headers, 3, Fault.on(CPU), 1800)
+    with compiled_for(arch) as kernels:
+        for call in (1, 16, 17, 2**31 + 1):  # no number makes another kernel
+            flags.signal([4, 5, 6, 7, 0, 1, 2], call, call % 31)
+            flags.wait(5, call, call % 31)
+    found = {each.metadata.name: each for each in kernels}
+    assert len({each.hash for each in kernels}) == len(found) == 2
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET")
+@pytest.mark.parametrize("arch", [90, 100])
+def test_machine_code(arch: int):
+    """One warp, no spills; flags are read and written for the whole system, and a wait reads the clock as it polls."""
+    kernels = compiled(arch)
+    for name, most in (("_signal_kernel", 24), ("_wait_kernel", 32)):
+        found = report(kernels[name])
+        assert found.warps == 1
+        assert found.spilled == 0
+        assert found.registers <= most, name
+    assert re.search(
+        r"atom\.global\.release\.sys\.exch|atom\.global\.sys\.release\.exch", kernels["_signal_kernel"].asm["ptx"]
+    )
+    ptx = kernels["_wait_kernel"].asm["ptx"]
+    loop = ptx[ptx.index("bra") :]
+    assert re.search(r"(ld|atom)\.global\.(acquire\.sys|sys\.acquire)", loop)
+    assert ptx.count("%globaltimer") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_added_to_sums_changes_no_bit(dtype: torch.dtype):
+    values = torch.tensor([-0.0, 0.0, 1.0, -1e-45, 3e38, float("inf"), 1.00390625, 1.01171875])
+    transport = HostTransport()
+    found = torch.add(values, transport.poison, out=torch.empty(8, dtype=dtype))
+    assert_same_bits(found, values.to(dtype))
+
+
+def on_gpu(**facts: Any) -> tuple[str, str, str] | None:
+    """Why a call of two ranks on GPUs cannot overlap.  facts: what differs from a machine where it can."""
+    x: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    with (
+        patch.object(torch.version, "hip", facts.get("hip")),
+        patch.object(choice, "find_spec", lambda name: facts.get("triton", True) or None),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: facts.get("capturing", False)),
+        patch.object(choice.platform, "machine", lambda: "aarch64"),
+    ):
+        return choice.reason_against(x, Ranks("", 0, facts.get("ranks", 2)))
+
+
+def test_what_gpus_refuse():
+    assert on_gpu() is None, "the order of stores matters on CPU ranks alone"
+    for facts, said in (
+        ({"ranks": 1}, "one rank"),
+        ({"hip": "7"}, "AMD"),
+        ({"triton": False}, "without Triton"),
+        ({"capturing": True}, "captured CUDA graph"),
+    ):
+        reason = on_gpu(**facts)
+        assert reason is not None
+        assert said in reason[0]
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        (TIMED_OUT, RankError, "no word from rank 0, .* while rank 0 waits in overlapped call 2147483653"),
+        (OTHER_CALL, ShardingError, "ranks 0 and 0 of a group with other sizes in overlapped call 2147483653"),
+    ],
+)
+def test_a_fault_is_raised_in_every_later_call(group: dist.ProcessGroup, kind: int, error: Any, said: str):
+    transport = cuda.CudaTransport.__new__(cuda.CudaTransport)
+    transport._fault = Fault.on(CPU)
+    transport.check(group)
+    transport._fault.told.fill_(((2**31 + 5 - 2**32) << 32) | kind)
+    for act in (transport.check, transport.check, transport.begin):
+        with pytest.raises(error, match=said):
+            act(group)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ([("a", "1", False), ("b", "2", False)], "ranks on 2 hosts: a, b"),
+        ([("a", "1", True), ("a", "1", False)], "ranks that share a GPU"),
+        ([("a", "1", True), ("a", "1", True)], None),
+        ([("a", "1", False), ("a", "2", False)], None),
+    ],
+)
+def test_ranks_without_shared_memory(group: dist.ProcessGroup, others: list[Any], said: str | None):
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        found[:] = [cuda._Gpu(*each) for each in others]
+
+    properties = patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    with properties, patch.object(dist, "all_gather_object", gather):
+        if said is None:
+            return cuda._check_gpus(group, CPU)
+        with pytest.raises(ShardingError, match=said):
+            cuda._check_gpus(group, CPU)

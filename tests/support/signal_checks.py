@@ -1,0 +1,124 @@
+"""Checks of the kernels that set flags and wait for them, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from blockscale.distributed.overlap.arena import ANY, HEADER, digest_at, wrapped
+from blockscale.distributed.overlap.signals import INTERPRETED, OTHER_CALL, TIMED_OUT, Failure, Fault, Flags
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DIGEST = 0x7FFFFFFF
+# a limit that passes soon, and one that must not: polls of the interpreter, seconds of a GPU
+SHORT, LONG = (3, 1e9) if INTERPRETED else (0.02, 60)
+
+
+def headers(ranks: int) -> list[Tensor]:
+    return [torch.zeros(HEADER // 4, dtype=torch.int32, device=DEVICE) for _ in range(ranks)]
+
+
+def flags(of: list[Tensor], rank: int, limit: float = SHORT) -> tuple[Flags, Fault]:
+    fault = Fault.on(DEVICE)
+    return Flags(of, rank, fault, limit), fault
+
+
+def failure(fault: Fault) -> Failure | None:
+    """What the host knows once the GPU is idle."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return fault.failure()
+
+
+def passes(written: int, wanted: int) -> bool:
+    """Whether a wait for one call passes after a signal of another."""
+    memory = headers(2)
+    (first, _), (second, fault) = flags(memory, 0), flags(memory, 1)
+    memory[1][digest_at(wanted, 0)] = DIGEST
+    first.signal([1], written, DIGEST)
+    second.wait(0, wanted, DIGEST)
+    return failure(fault) is None
+
+
+def waits_until_a_signal() -> bool:
+    """A wait ends with a signal, and well before its limit."""
+    memory = headers(2)
+    second, fault = flags(memory, 1, LONG)
+    if DEVICE.type == "cuda":
+        first, beside = flags(memory, 0)[0], torch.cuda.Stream()
+        first.signal([0], 1, 0)  # compiles
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside):
+            start.record()
+            second.wait(0, 5, 9)
+            end.record()
+        torch.cuda._sleep(500_000_000)  # cycles, 0.25 s
+        first.signal([1], 5, 9)
+        return failure(fault) is None and 100 < start.elapsed_time(end) < 30_000
+    memory[1][digest_at(5, 0)] = 9
+
+    def late() -> None:
+        time.sleep(0.3)
+        memory[1][0] = 5  # one thread interprets at a time
+
+    begin = time.monotonic()
+    thread = threading.Thread(target=late)
+    thread.start()
+    second.wait(0, 5, 9)
+    thread.join()
+    return failure(fault) is None and 0.25 < time.monotonic() - begin < 30
+
+
+def checks() -> dict[str, bool]:
+    """Whether each property holds."""
+    found = {
+        "the same": passes(5, 5),
+        "an earlier one": not passes(4, 5),
+        "a later one": passes(6, 5),
+        "2^31 after 2^31 - 1": not passes(2**31 - 1, 2**31),
+        "2^31": passes(2**31, 2**31),
+        "2^31 + 3 for 2^31": passes(2**31 + 3, 2**31),
+        "2^31 + 3 for 2^31 - 1": passes(2**31 + 3, 2**31 - 1),
+        "2^32 - 1 for 2^32": not passes(2**32 - 1, 2**32),
+        "2^32 for 2^32 - 1": passes(2**32, 2**32 - 1),
+        "until a signal": waits_until_a_signal(),
+    }
+    # several ranks at once, around the end; each flag and digest where its waiter looks, and nowhere else
+    memory = headers(4)
+    flags(memory, 2)[0].signal([3, 0, 1], 7, 11)
+    for rank, each in enumerate(memory):
+        want = torch.zeros_like(each)
+        if rank != 2:
+            want[2], want[digest_at(7, 2)] = 7, 11
+        found[f"written at {rank}"] = torch.equal(each, want)
+    # a digest of another call
+    memory = headers(2)
+    flags(memory, 0)[0].signal([1], 3, 10)
+    second, fault = flags(memory, 1)
+    second.wait(0, 3, 11)
+    found["another call"] = failure(fault) == Failure(OTHER_CALL, 0, 3) and int(fault.word) == int(fault.told)
+    second, other = flags(memory, 1)
+    second.wait(0, 3, ANY)
+    found["any call"] = failure(other) is None
+    found["no poison"] = bool(other.poison == 0) and bool(other.poison.signbit())
+    found["poison"] = bool(fault.poison.isnan())
+    # the first failure stays, later waits end at once, and no flag is set any more
+    begin = time.monotonic()
+    closed = Flags(memory, 1, fault, LONG)
+    closed.wait(0, 9, 0)
+    closed.signal([0], 3, 10)
+    found["the first failure"] = failure(fault) == Failure(OTHER_CALL, 0, 3)
+    found["at once"] = time.monotonic() - begin < 30
+    found["no flags after it"] = not memory[0].any()
+    memory = headers(300)
+    memory[299][257] = wrapped(2**31 + 4)
+    begin = time.monotonic()
+    second, fault = flags(memory, 299)
+    second.wait(257, 2**31 + 5, 0)
+    found["a timeout"] = failure(fault) == Failure(TIMED_OUT, 257, 2**31 + 5)
+    found["in time"] = INTERPRETED or 0.015 < time.monotonic() - begin < 1
+    return found
