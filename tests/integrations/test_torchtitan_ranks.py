@@ -172,3 +172,34 @@ def test_sharded_and_divided_experts_have_both_wires_low(found: Found):
 def test_tensor_parallel_shards_are_gathered_as_codes(found: Found):
     """The run that is compared with one process above."""
     assert found("fsdp x tp")["report"] == ["5 weights are gathered as codes, 0 in their own dtype"]
+
+
+# ---- sequence shards -------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_sequence_shards_are_gathered_as_codes(found: Found):
+    """The losses of torchtitan's gathers in 16 bits; columns of wgrad are made from the codes of rows."""
+    run = found("tp low")
+    assert run["losses"][0] == 0.0
+    assert max(*run["losses"], *run["grads"].values()) < 1e-6
+    assert run["missing"] == []
+    assert run["log"] == ["2 blocks gather codes of their tokens under tensor parallelism, 0 in 16 bits"]
+    theirs, low, without = run["wire"]
+    assert 0.5 <= (low - without) / (theirs - without) <= 0.53
+
+
+def test_overlap_changes_no_bit_on_two_ranks(found: Found):
+    assert_same_run(found("tp overlap"))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("backend", "spmd_backend 'full_dtensor'"),
+        ("whole", "without sequence parallelism"),
+        ("compiled", "compiled blocks with tensor_parallel='low'"),
+        ("layers", "layers without the recipe"),
+    ],
+)
+def test_what_cannot_gather_codes_of_tokens_is_refused(found: Found, name: str, part: str):
+    assert part in found(f"tp low {name}")

@@ -279,13 +279,24 @@ def sequence_shards() -> dict[str, Any]:
     """Tensor parallel layers that gather codes, overlapped and not, beside torchtitan's, which gather 16 bits."""
     line, recipe = (*SHARDED, *TENSOR, BATCH, "1"), "fp8_blockwise_pow2"
     theirs = Run(LLAMA, *line, edit=own_kind(recipe=recipe))
-    off, on = (
-        Run(LLAMA, *line, edit=own_kind(recipe=recipe, tensor_parallel="low", overlap=overlap))
-        for overlap in ("off", "on")
-    )
+    low: dict[str, Any] = {"recipe": recipe, "tensor_parallel": "low"}
+    off, on = (Run(LLAMA, *line, edit=own_kind(**low, overlap=overlap)) for overlap in ("off", "on"))
     wire = [sum(each.wire[name] for name in COLLECTIVES if "into_tensor" in name) for each in (theirs, off, on)]
     log = [each for each in on.log if "under tensor parallelism" in each]
-    return {"tp low": off.like(theirs) | {"wire": wire, "log": log}, "tp overlap": on.like(off)}
+    found = {"tp low": off.like(theirs) | {"wire": wire, "log": log}, "tp overlap": on.like(off)}
+    refused: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "backend": (("--parallelism.spmd-backend", "full_dtensor", *TENSOR), {}),
+        "whole": ((*SHARDED, *TENSOR, "--parallelism.no-enable-sequence-parallel"), {}),
+        "compiled": ((*SHARDED, *TENSOR, "--compile.enable"), {}),
+        "layers": ((*SHARDED, *TENSOR), {"skip": ["*lm_head*", "*.wo", "*.w2"]}),
+    }
+    for name, (given, options) in refused.items():
+        try:
+            Run(LLAMA, *given, edit=own_kind(**low, **options))
+            found[f"tp low {name}"] = "no error"
+        except ValueError as error:
+            found[f"tp low {name}"] = str(error)
+    return found
 
 
 def pipeline(*line: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ ranks that make different calls raise. Every wait is bounded, and a wait that fa
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import socket
@@ -71,8 +72,9 @@ class SharedArena:
         finally:
             os.unlink(mine.path)
         found = [each for each in maps if each is not None]
+        # read and written past torch: a wait asks any number of times, which modes such as checkpointing would count
+        self.flags = [(ctypes.c_int32 * (HEADER // 4)).from_address(each.data_ptr()) for each in found]
         with torch.inference_mode(False):
-            self.flags = [each[:HEADER].view(torch.int32) for each in found]
             self.data = [each[HEADER:] for each in found]
 
     def _map(self, path: str) -> Tensor | None:
@@ -115,12 +117,12 @@ class SharedArena:
                 self._ask(source, call, waited)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        if digest != ANY and int(self.flags[self.rank][digest_at(call, source)]) != digest:
+        if digest not in (ANY, self.flags[self.rank][digest_at(call, source)]):
             refuse_other_call(self.rank, source, call)
 
     def is_behind(self, source: int, call: int) -> bool:
         """Whether the flag of a rank has not reached the number of a call. Numbers wrap around at 2^31."""
-        return (int(self.flags[self.rank][source]) - call) % 2**32 >= 2**31
+        return (self.flags[self.rank][source] - call) % 2**32 >= 2**31
 
     def _ask(self, source: int, call: int, waited: float) -> None:
         """Raise if a rank has failed, the group's timeout has passed, or the store is gone with its rank."""

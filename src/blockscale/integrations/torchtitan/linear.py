@@ -21,13 +21,12 @@ from ...autograd.dtensor import unchanged_until_backward
 from ...autograd.recipe import Recipe
 from ...distributed import column_parallel, gather_activation, row_parallel
 from ...distributed.expert_plan import reason_against_low
-from ...distributed.gathered_activation import GatheredActivation
 from ...distributed.overlap.choice import Overlap
 from ...distributed.styles import local_part
 from ...distributed.tokens import Wgrad
 from .recipe_module import TitanRecipeModule
 
-# attribute of an input that one of its layers has gathered
+# attribute of an input that one of its layers has gathered: whether for a backward, and the activation
 _GATHERED = "_blockscale_gathered"
 
 
@@ -62,12 +61,12 @@ class BlockScaledLinear(TitanRecipeModule, nn.Linear, Linear):
     def _column(self, x: DTensor) -> Tensor:
         mesh, parts = self._parts()
         # layers with the same input gather it once
-        shared: GatheredActivation | None = getattr(x, _GATHERED, None)
-        if shared is None or torch.is_grad_enabled() != shared.source.requires_grad:
+        saves, shared = getattr(x, _GATHERED, (None, None))
+        if shared is None or saves != torch.is_grad_enabled():
             local = x.to_local(grad_placements=x.placements)
             options: dict[str, Any] = {"wgrad": self._wgrad, "overlap": self.overlap}
             shared = gather_activation(local, self.recipe_now, group=mesh, gather_dim=1, **options)
-            setattr(x, _GATHERED, shared)
+            setattr(x, _GATHERED, (torch.is_grad_enabled(), shared))
         y = column_parallel(shared, **parts)
         return DTensor.from_local(unchanged_until_backward(y, self.weight), mesh, [Shard(2)], run_check=False)
 
