@@ -168,6 +168,15 @@ def check_both(found: dict[str, Any]) -> None:
     assert len(set(losses["on"])) == 4
     for name in ("fp8_1x128", "mxfp8_e4m3"):
         check_operands(name, 2, found)
+    assert found["explained"]["agree"]
+    for overlap, part in (
+        ("on", 'beside the product, as overlap="on" asks for'),
+        ("off", 'by a collective, as overlap="off" asks for'),
+        ("auto", "by a collective, since CPU ranks gain nothing by overlap"),
+    ):
+        assert part in found["explained"][overlap]
+        assert "model of h200, not measured: product 4,123 µs" in found["explained"][overlap]
+    assert "no model of this machine" in found["explained"]["experts"]
     assert found["evaluated"]
     assert found["evaluated first"]
     assert "must match the size" in found["failing copy"]["said"]

@@ -95,7 +95,7 @@ def on_gpu(**facts: Any) -> tuple[str, str, str] | None:
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: facts.get("capturing", False)),
         patch.object(choice.platform, "machine", lambda: "aarch64"),
     ):
-        return choice.reason_against(x, Ranks("", 0, facts.get("ranks", 2)))
+        return choice.reason_against(x.device, Ranks("", 0, facts.get("ranks", 2)))
 
 
 def test_what_gpus_refuse():

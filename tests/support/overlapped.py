@@ -22,7 +22,9 @@ import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
-from blockscale.distributed.overlap import all_gather_mm, check, mm_reduce_scatter
+from blockscale.distributed.collectives import ranks_of
+from blockscale.distributed.overlap import all_gather_mm, check, explain, mm_reduce_scatter
+from blockscale.distributed.overlap.choice import OVERLAPS, link_for
 from blockscale.errors import BlockscaleError
 from support import overlapped_experts, overlapped_link
 from support.helpers import same_operand
@@ -256,6 +258,21 @@ def refusals() -> dict[str, str]:
     return said_by(calls) | compiled
 
 
+def explained() -> dict[str, Any]:
+    """Explanations as text, and whether they say what a call does."""
+    sizes: Any = ("all_gather_mm", 4096, 49152, 12288)
+    said: dict[str, Any] = {}
+    agree = True
+    for overlap in OVERLAPS:
+        found = explain(*sizes, group=world(), device="cpu", overlap=overlap, machine="h200")
+        agree &= found.overlaps == (link_for(overlap, torch.zeros(1), ranks_of(world())) is not None)
+        said[overlap] = str(found)
+    said["experts"] = str(
+        explain("all_gather_grouped_mm", 8192, 8192, 8192, group=world(), device="cpu", ep=2, experts=8, topk=2)
+    )
+    return said | {"agree": agree}
+
+
 def skipped_step() -> bool:
     """A backward that raises between the start and the end of a sum does not stop the next one."""
     part = own_part(data(sizes(), torch.bfloat16), sizes())
@@ -315,6 +332,7 @@ def cases(ranks: int) -> Iterator[Case]:
         for name in ("fp8_1x128", "mxfp8_e4m3"):
             yield f"operands {name}", functools.partial(operands, name)
         yield "evaluated", evaluated
+        yield "explained", explained
         yield "skipped step", skipped_step
 
 

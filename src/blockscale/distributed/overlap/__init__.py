@@ -11,6 +11,7 @@ same without gradients.
 from __future__ import annotations
 
 from .expert_ops import GatheredRows, all_gather_grouped_mm, grouped_mm_reduce_scatter
+from .explained import explain
 from .ops import all_gather_mm, check, mm_reduce_scatter
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "all_gather_grouped_mm",
     "all_gather_mm",
     "check",
+    "explain",
     "grouped_mm_reduce_scatter",
     "mm_reduce_scatter",
 ]

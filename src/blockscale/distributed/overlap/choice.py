@@ -28,13 +28,13 @@ def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> Link | None:
     check_name(overlap, OVERLAPS, "overlap")
     if overlap != "on":
         return None
-    why = reason_against(x, ranks)
+    why = reason_against(x.device, ranks)
     if why is not None:
         refuse(f'overlap="on" for {why[0]}', rule=why[1], fix=f'{why[2]}, or pass overlap="auto"', error=ShardingError)
     return Link.of(ranks, x.device)
 
 
-def reason_against(x: Tensor, ranks: Ranks) -> tuple[str, str, str] | None:
+def reason_against(device: torch.device, ranks: Ranks) -> tuple[str, str, str] | None:
     """What of a call cannot overlap, the rule, and the fix; None if it can. Whether ranks can map each other's memory
     shows when they first do."""
     if ranks.size == 1:
@@ -42,10 +42,10 @@ def reason_against(x: Tensor, ranks: Ranks) -> tuple[str, str, str] | None:
     if torch.compiler.is_compiling():
         rule = "side streams and waits are not traced"
         return "compiled code", rule, "leave the layer out of torch.compile"
-    if x.device.type == "cuda":
+    if device.type == "cuda":
         return _reason_of_gpu()
-    if x.device.type != "cpu":
-        return f"tensors on {x.device.type}", "side streams exist for CPU ranks and CUDA", "move to CUDA"
+    if device.type != "cpu":
+        return f"tensors on {device.type}", "side streams exist for CPU ranks and CUDA", "move to CUDA"
     if platform.machine() not in _ORDERED:
         rule = "rows must be there when a flag is, which processors guarantee that keep stores in order"
         return f"a {platform.machine()}", rule, "run on x86-64"
