@@ -109,6 +109,13 @@ class Program:
         self._take(first, number, shape)
         self._take(second, number + 7, shape)
 
+    def taken_late(self, number: int, shape: tuple[int, int]) -> None:
+        """A gather whose rows are taken after other calls, as those of a shared activation."""
+        first = self._start(number, shape)
+        self.gather(number + 7, shape)
+        self.sum(number, shape)
+        self._take(first, number, shape)
+
     def sum(self, number: int, shape: tuple[int, int], between: Callable[[], None] = lambda: None) -> None:
         with self.gpu:
             total = self.link.sum(shape, torch.float32)
@@ -143,7 +150,7 @@ class Program:
 
 
 KINDS = (
-    *("gather", "sum", "sum_around_a_gather", "two_gathers"),
+    *("gather", "sum", "sum_around_a_gather", "two_gathers", "taken_late"),
     *("abandoned_gather", "given_up", "given_up_early", "other_stream"),
 )
 
