@@ -13,6 +13,8 @@ from .goals import NO, NOT_MEASURED, YES, Verdict
 from .tables import EMPTY, machine, table
 
 STATES = {YES: "met", NO: "missed", NOT_MEASURED: "not measured"}
+# suites whose page is elsewhere
+PAGES = {"overlap": "../docs/overlap.md"}
 # neither met nor missed: the noise of the runs covers the goal
 OPEN = "open"
 
@@ -60,7 +62,7 @@ def runs_table(rows: Sequence[Row], trainings: Sequence[Training]) -> str:
         return EMPTY
     groups: dict[str, list[Row] | list[Training]] = {}
     for suite in dict.fromkeys(row.suite for row in rows):
-        groups[f"[{suite}]({suite}.md)"] = [row for row in rows if row.suite == suite]
+        groups[f"[{suite}]({PAGES.get(suite, f'{suite}.md')})"] = [row for row in rows if row.suite == suite]
     groups["[training](training.md), throughput"] = list(throughputs(trainings))
     groups["[training](training.md), loss"] = list(convergences(trainings))
     lines: list[list[str]] = []

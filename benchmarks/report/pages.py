@@ -20,16 +20,18 @@ from . import (
     index,
     layers,
     moe,
+    overlap,
     speed,
     training,
 )
 from .tables import label
 
 RESULTS = Path("benchmarks/results")
-SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch")
+SUITES = ("casts", "gemm", "linear", "mlp", "moe", "dispatch", overlap.SUITE)
 PAGES = (
     Path("README.md"),
-    *(Path("benchmarks") / f"{name}.md" for name in ("README", *SUITES, "training")),
+    Path("docs/overlap.md"),
+    *(Path("benchmarks") / f"{name}.md" for name in ("README", *SUITES[:-1], "training")),
 )
 GROUPS = (*casts.GROUPS, *gemm.GROUPS, *layers.GROUPS, *moe.GROUPS)
 
@@ -79,6 +81,13 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "dispatch": casts.dispatch_table,
 }
 
+# sections with published and modelled figures, which need no rows
+MODEL_SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "overlap-dense": overlap.dense_table,
+    "overlap-experts": overlap.experts_table,
+    "overlap-models": overlap.models_table,
+}
+
 # sections made from training runs
 TRAINING_SECTIONS: dict[str, Callable[[Sequence[Training]], str]] = {
     "training": training.long_table,
@@ -97,7 +106,7 @@ COMMON_SECTIONS: dict[str, Callable[[Sequence[Row], Sequence[Training]], str]] =
 
 def render(page: str, rows: Sequence[Row], trainings: Sequence[Training] = ()) -> str:
     """The page with every generated section rewritten."""
-    bodies = {name: section(rows) for name, section in SECTIONS.items()}
+    bodies = {name: section(rows) for name, section in (SECTIONS | MODEL_SECTIONS).items()}
     bodies |= {name: section(trainings) for name, section in TRAINING_SECTIONS.items()}
     bodies |= {name: section(rows, trainings) for name, section in COMMON_SECTIONS.items()}
     for name, body in bodies.items():

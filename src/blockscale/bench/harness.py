@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,8 @@ class Peer:
 
     compared: False if it computes something else on purpose.  gate_db: least closeness that counts as the same cast;
     None: by the format.  accuracy: for GEMMs and layers, called with the arguments: SQNR in dB against the exact result
-    of the peer's own operands; below gate_db, if any, the peer differs.
+    of the peer's own operands; below gate_db, if any, the peer differs.  ready: makes the slice from the arguments of
+    all sets, if calls are not timed as ours are.
     """
 
     run: Callable[..., Any]
@@ -64,6 +65,7 @@ class Peer:
     compared: bool = True
     gate_db: float | None = None
     accuracy: Callable[..., float] | None = None
+    ready: Callable[[Sequence[Args], torch.device, Budget], Slice] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Case:
     timed for comparison.  host: time the host's share of a call instead of the device's.  flops: of one call.
     bound_us: lower bound of the time on this machine.  dtype: see `Row`.  another: makes a further set of arguments
     from the first, if sets share tensors; else `make` is called again.  captured: False to time launches too.  parts:
-    equal parts of a call; times and figures are of one part.  details: figures that are known beforehand.
+    equal parts of a call; times and figures are of one part.  details: figures that are known beforehand.  derive:
+    further ones, from the microseconds of ours ("blockscale") and of the peers by name.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Case:
     captured: bool = True
     parts: int = 1
     details: Mapping[str, float] = field(default_factory=dict[str, float])
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda us: {}
 
 
 def with_peers(case: Case, names: Collection[str]) -> Case:
@@ -258,7 +262,7 @@ def _slices(
             continue
         try:
             remarks[name] = _compare(case, ours, peer, sets[0])
-            slices[name] = ready(peer.run, sets)
+            slices[name] = ready(peer.run, sets) if peer.ready is None else peer.ready(sets, device, budget)
         except Exception as error:  # a failing peer becomes a note of the row
             remarks[name] = {"note": failure(error)}
     return slices, remarks
@@ -308,6 +312,7 @@ def _fill(
         power_w=None if reading is None else reading.power_w,
         tflop_s=_rounded(None if case.flops is None else case.flops / mine.us / 1e6),
         percent_of_bound=_rounded(None if case.bound_us is None else 100 * case.bound_us / mine.us),
+        details={**row.details, **case.derive({name: timing.us for name, timing in timings.items()})},
     )
 
 

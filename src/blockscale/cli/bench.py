@@ -1,13 +1,15 @@
-"""`blockscale bench`: check and time casts, GEMMs, layers and host overhead."""
+"""`blockscale bench`: check and time casts, GEMMs, layers and host overhead; `bench_overlap.py` has other options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import check_name
-from . import arguments
+from . import arguments, bench_overlap
+from .bench_rows import FILE_WIDTH, show_wrong, timed
+from .options import parse_words
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +22,13 @@ if TYPE_CHECKING:
 Suite = Literal["casts", "gemm", "linear", "mlp", "moe", "dispatch"]
 # suites whose rows have TFLOP/s and SQNR
 PRODUCTS = ("gemm", "linear", "mlp", "moe")
-# console width for files and pipes, which have no terminal width
-FILE_WIDTH = 200
+
+
+def main(words: list[str]) -> int:
+    """Parse the options, which are others for overlap, and run it."""
+    if words[:1] == ["overlap"]:
+        return parse_words(bench_overlap.run, "bench overlap", words[1:])
+    return parse_words(run, "bench", words)
 
 
 def run(
@@ -39,7 +46,8 @@ def run(
 
     Args:
         suite: casts: bandwidth of every cast. gemm: speed and accuracy of GEMMs. linear, mlp: forward and backward of
-            layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call.
+            layers. moe: grouped GEMMs, experts and MoE layers. dispatch: host time per call. overlap, which has
+            options of its own (blockscale bench overlap --help): products beside their communication.
         json: Store the rows in this file, replacing rows of the same case and GPU.
         quick: Five rounds instead of eleven.
         only: Only cases whose name or group contains this text, or one of several separated by |
@@ -52,7 +60,7 @@ def run(
     arguments.check_writable(json, "--json")
     console = arguments.wide_console(FILE_WIDTH)
     with console.status("importing torch ..."):
-        from ..bench.store import read, write
+        from ..bench.store import read
         from ..hardware import default_device, named_device
 
     where = default_device() if device is None else named_device(device)
@@ -65,16 +73,11 @@ def run(
         fix = f"use a part of one, such as --only {every[0].name!r}"
         arguments.refuse(f"--only {only!r}", "it runs the cases whose name contains it", fix)
     rows: list[Row] = []
-    for row in _timed(console, cases, suite, where, quick, commit):
+    for row in timed(console, cases, suite, where, _slice_seconds(suite, where), json=json, quick=quick, commit=commit):
         rows.append(row)
-        if json is not None:
-            write(json, [row])  # at once, so that an interrupted run keeps its rows
     console.print(_table(rows))
     _show_notes(console, rows)
-    wrong = [row for row in rows if row.fault]
-    for row in wrong:
-        console.print(f"[red]WRONG[/] {row.case}: {row.problem or f'{row.fault} differ from the reference'}")
-    return 1 if wrong else 0
+    return show_wrong(console, rows)
 
 
 def _cases(console: Console, suite: Suite, device: torch.device) -> list[Case]:
@@ -110,25 +113,12 @@ def _beside(cases: list[Case], names: Sequence[str]) -> list[Case]:
     return [with_peers(case, names) for case in cases] if names else cases
 
 
-def _timed(
-    console: Console, cases: Sequence[Case], suite: Suite, device: torch.device, quick: bool, commit: str | None
-) -> Iterator[Row]:
-    """Yield the rows as they are measured, with a progress bar that names the current case."""
-    from .. import __version__
-    from ..bench.harness import Budget, run_cases
-    from ..bench.store import where
-
-    # GEMMs run at the power limit, and the clock follows with a delay: longer slices
-    seconds = 0.004
-    if device.type == "cuda":
-        # layers are launched call by call, and the first call finds the device idle
-        seconds = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04, "moe": 0.02}.get(suite, seconds)
-    budget = Budget(5 if quick or device.type != "cuda" else 11, seconds)
-    names = iter([*(case.name for case in cases[1:]), ""])
-    with arguments.progress(console, len(cases), cases[0].name) as advance:
-        for row in run_cases(cases, suite, device, where(device, __version__, commit), budget):
-            yield row
-            advance(next(names))
+def _slice_seconds(suite: Suite, device: torch.device) -> float:
+    """Seconds of a slice. GEMMs run at the power limit, and the clock follows with a delay: longer slices. Layers are
+    launched call by call, and the first call finds the device idle."""
+    shortest = 0.004
+    longer = {"gemm": 0.008, "linear": 0.02, "mlp": 0.04, "moe": 0.02}
+    return longer.get(suite, shortest) if device.type == "cuda" else shortest
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -1,14 +1,15 @@
 """Products beside the rows that they need or make: of all gathered rows, and summed over ranks.
 
-Both run one product for the rows of each rank. A row of a product does not depend on the other rows, so results have
-the bits of one product of all rows.
+Both run one product for the rows of each rank, or of a group of ranks. A row of a product does not depend on the other
+rows, so results have the bits of one product of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +20,57 @@ from ...formats.layout import CODE_ROW_BYTES, shorten
 from ...formats.tensor import BlockScaled
 from ...library import empty
 from ..collectives import Tokens
-from .link import Gathering, Link, Summation, spans_of
+from .link import spans_of
 
 # a product of an operand's rows, or of values without one, into rows that are given or new
 RowsProduct = Callable[[BlockScaled | None, Tensor | None, Tensor | None], Tensor]
+
+
+class GatherInProgress(Protocol):
+    """What products need of a gather.  whole: rows of all ranks; those of a rank are there once it has arrived."""
+
+    whole: list[Tensor]
+
+    def spans(self, rank: int) -> list[slice]:
+        """Rows of a rank in `whole`."""
+        ...
+
+    def arrivals(self) -> Iterator[int]:
+        """Ranks whose rows are there."""
+        ...
+
+
+class SumInProgress(Protocol):
+    """What products need of a sum: `push` for every rank in the order of `destinations`, then `finish`."""
+
+    def destinations(self) -> list[int]:
+        """Owners of rows in the order in which their parts are best made."""
+        ...
+
+    def push(self, rank: int, part: Tensor) -> None:
+        """Send a part to the rank that owns its rows."""
+        ...
+
+    def finish(self) -> Tensor:
+        """The sum of this rank's rows."""
+        ...
+
+
+class RowsLink(Protocol):
+    """What products need of a link: that between ranks, or a virtual one of a benchmark."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> GatherInProgress:
+        """Start to gather this rank's rows."""
+        ...
+
+    def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> SumInProgress:
+        """Start a sum over ranks of rows for each rank."""
+        ...
 
 
 class Times(NamedTuple):
@@ -36,11 +84,11 @@ class PendingRows(NamedTuple):
     """Rows [rows, K] of each rank on their way to all.  piece: operand of this rank, with plain scales; None if values
     travel."""
 
-    gathering: Gathering
+    gathering: GatherInProgress
     piece: BlockScaled | None
 
     @classmethod
-    def start(cls, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, runs: int, link: Link) -> PendingRows:
+    def start(cls, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, runs: int, link: RowsLink) -> PendingRows:
         """Start to gather a row operand, or without one the values of x in this dtype.  runs: of a rank's rows."""
         if q is None:
             return cls(link.gather([matrix(x).to(dtype)], runs), None)
@@ -55,13 +103,14 @@ class PendingRows(NamedTuple):
         return self._of(self.gathering.whole, layout)
 
     def multiply(
-        self, products: Sequence[Times], layout: str | None, dtype: torch.dtype
+        self, products: Sequence[Times], layout: str | None, dtype: torch.dtype, groups: Sequence[int] = ()
     ) -> tuple[list[Tensor], BlockScaled | None, Tensor | None]:
-        """Products of all rows, each [M, columns] in this dtype, of a rank's rows when they are there; and the rows."""
+        """Products of all rows, each [M, columns] in this dtype, of a rank's rows when they are there; and the rows.
+        groups: numbers of ranks whose rows share a product, in the order of arrival; after them one by one."""
         whole = self.gathering.whole
         results = [empty((whole[0].shape[0], each.columns), dtype, whole[0].device) for each in products]
-        for rank in self.gathering.arrivals():
-            for span in self.gathering.spans(rank):
+        for ranks in in_groups(self.gathering.arrivals(), groups):
+            for span in merged(span for rank in ranks for span in self.gathering.spans(rank)):
                 operand, values = self._of([each[span] for each in whole], layout)
                 for y, each in zip(results, products, strict=True):
                     each.product(operand, values, y[span])
@@ -81,29 +130,75 @@ def with_rows(q: BlockScaled, data: Tensor, scale: Tensor) -> BlockScaled:
     return replace(q, data=data, scale=scale, shape=(data.shape[0], q.shape[-1]))
 
 
+def in_groups(ranks: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Ranks in groups of these sizes, then one by one.
+
+    >>> list(in_groups([2, 3, 0, 1], [1, 2]))
+    [[2], [3, 0], [1]]
+    """
+    left = iter(ranks)
+    for size in sizes:
+        yield list(islice(left, size))
+    for rank in left:
+        yield [rank]
+
+
+def merged(spans: Iterable[slice]) -> list[slice]:
+    """Spans of rows in order, adjacent ones in one piece.
+
+    >>> merged([slice(6, 8), slice(0, 2), slice(2, 4)])
+    [slice(0, 4, None), slice(6, 8, None)]
+    """
+    found: list[slice] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if found and found[-1].stop == span.start:
+            found[-1] = slice(found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return found
+
+
 def sum_of_products(
-    link: Link, tokens: Tokens, times: Times, q: BlockScaled | None, values: Tensor | None, dtype: torch.dtype
+    link: RowsLink,
+    tokens: Tokens,
+    times: Times,
+    q: BlockScaled | None,
+    values: Tensor | None,
+    dtype: torch.dtype,
+    groups: Sequence[int] = (),
 ) -> PendingSummation:
     """Start the sum over ranks of a product of all rows [M, columns], the rows of the other ranks first.  tokens: rows
-    of a rank.  q: operand of the rows.  values: the rows, needed without one."""
+    of a rank.  q: operand of the rows.  values: the rows, needed without one.  groups: numbers of ranks whose rows
+    share a product, in the order of destinations; after them one by one."""
     layout, plain = None if q is None else q.scale_layout, None if q is None else q.with_layout("plain")
+
+    def product(span: slice) -> Tensor:
+        operand = None
+        if plain is not None:
+            assert layout is not None
+            operand = with_rows(plain, plain.data[span], plain.scale[span]).with_layout(layout)
+        return times.product(operand, None if values is None else values[span], None)
+
     summation = link.sum((tokens.outer * tokens.inner, times.columns), dtype)
-    for rank in summation.destinations():
-        parts: list[Tensor] = []
-        for span in spans_of(rank, link.ranks, *tokens):
-            operand = None
-            if plain is not None:
-                assert layout is not None
-                operand = with_rows(plain, plain.data[span], plain.scale[span]).with_layout(layout)
-            parts.append(times.product(operand, None if values is None else values[span], None))
-        summation.push(rank, parts[0] if len(parts) == 1 else torch.cat(parts))
+    for ranks in in_groups(summation.destinations(), groups):
+        spans = {rank: spans_of(rank, link.ranks, *tokens) for rank in ranks}
+        made = [(span, product(span)) for span in merged(span for each in spans.values() for span in each)]
+        for rank, theirs in spans.items():
+            parts = [_cut(made, span) for span in theirs]
+            summation.push(rank, parts[0] if len(parts) == 1 else torch.cat(parts))
     return PendingSummation(summation)
+
+
+def _cut(made: Sequence[tuple[slice, Tensor]], span: slice) -> Tensor:
+    """Rows of a span, from the product that has them."""
+    start, rows = next((at.start, rows) for at, rows in made if at.start <= span.start < at.stop)
+    return rows[span.start - start : span.stop - start]
 
 
 class PendingSummation(NamedTuple):
     """Parts of a sum on their way to the ranks that own them."""
 
-    summation: Summation
+    summation: SumInProgress
 
     def wait(self) -> Tensor:
         """The sum of this rank's rows."""

@@ -1,0 +1,317 @@
+"""`blockscale bench overlap` on a CPU: order of the virtual link, the check and what it finds, rows, mistakes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
+pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
+
+from blockscale.bench import harness, overlaps, store, timing
+from blockscale.bench.suites import overlap as suite
+from blockscale.bench.virtual_link import LateCopies, ReadyLink, VirtualGathering, VirtualLink, VirtualSummation
+from blockscale.cli.main import main
+from blockscale.distributed.collectives import Tokens
+from blockscale.distributed.overlap.products import PendingRows, Times, sum_of_products
+from blockscale.roofline import overlap_gain
+
+CPU = torch.device("cpu")
+RANKS = 4
+OPS = ("all_gather_mm", "mm_reduce_scatter")
+
+
+def problem(op: Any = "all_gather_mm", **changed: Any) -> suite.Problem:
+    sizes = (32, 128 * RANKS, 256) if op == "all_gather_mm" else (32, 256, 128 * RANKS)
+    return suite.Problem(op, *sizes, **{"tp": RANKS, "payload": "bf16"} | changed)
+
+
+def share(op: Any = "all_gather_mm", **changed: Any) -> overlaps.Share:
+    made = problem(op, **changed)
+    return suite.SHARES[op](made, CPU)
+
+
+def shards(rows: int = 3) -> list[list[torch.Tensor]]:
+    return [[torch.full((rows, 2), float(rank))] for rank in range(RANKS)]
+
+
+# ---- the link --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_there_when_their_rank_has_arrived() -> None:
+    link = VirtualLink(2, RANKS, CPU, shards=shards())
+    link.poisons = True
+    gathering = link.gather(shards()[2])
+    seen: list[int] = []
+    for rank in gathering.arrivals():
+        seen.append(rank)
+        there = {at for at in range(RANKS) if not gathering.whole[0][gathering.spans(at)[0]].isnan().any()}
+        assert there == {*seen}
+    assert seen == [2, 3, 0, 1]
+    assert gathering.whole[0][:, 0].tolist() == [rank for rank in range(RANKS) for _ in range(3)]
+
+
+def test_parts_come_as_ranks_in_step_make_them() -> None:
+    parts = torch.arange(RANKS, dtype=torch.float32)[:, None, None].expand(RANKS, 3, 2).contiguous()
+    link, started = VirtualLink(1, RANKS, CPU, parts=parts), list[Any]()
+
+    class Watched(LateCopies):
+        def run(self, copy: Any) -> Any:
+            started.append(copy.args[0])
+            return super().run(copy)
+
+    link.incoming = link.outgoing = Watched()
+    total = link.sum((3, 2), torch.float32)
+    assert total.destinations() == [2, 3, 0, 1]
+    for rank in total.destinations():
+        total.push(rank, torch.full((3, 2), 10.0 + rank))
+    # the part of rank - s comes while the part for rank + s leaves
+    assert [int(each[0, 0]) for each in started[::2]] == [12, 13, 10]
+    assert [int(each[0, 0]) for each in started[1::2]] == [0, 3, 2]
+    assert total.finish()[0, 0] == 0 + 11 + 2 + 3
+    assert link.sent is not None
+    assert [int(link.sent[rank, 0, 0]) for rank in (2, 3, 0)] == [12, 13, 10]
+
+
+def rows_times(weight: torch.Tensor) -> tuple[Times, list[int]]:
+    """A product, and the numbers of rows that it was called with."""
+    calls: list[int] = []
+
+    def product(operand: Any, values: Any, out: Any) -> torch.Tensor:
+        calls.append(values.shape[0])
+        return torch.mm(values, weight, out=out)
+
+    return Times(product, weight.shape[1]), calls
+
+
+@pytest.mark.parametrize(
+    ("rank", "groups", "gathers", "sums"),
+    [
+        (0, (), [2] * 8, [2] * 8),
+        (0, (1, 3), [2, 2, 6, 6], [6, 6, 2, 2]),
+        (2, (1, 3), [2, 2, 4, 6, 2], [4, 6, 2, 2, 2]),  # of 3, 0, 1: those of 3 lie before the next run's of 0
+        (3, (1, 2), [2, 2, 4, 4, 2, 2], [2, 2, 4, 4, 2, 2]),
+        (1, (4,), [16], [16]),
+    ],
+)
+def test_groups_of_ranks_share_products(rank: int, groups: tuple[int, ...], gathers: list[int], sums: list[int]):
+    runs, rows = 2, 4
+    pieces = [[torch.randn(rows, 8)] for _ in range(RANKS)]
+    link, weight = VirtualLink(rank, RANKS, CPU, shards=pieces), torch.randn(8, 5)
+    link.poisons = True
+    times, calls = rows_times(weight)
+    pending = PendingRows.start(None, pieces[rank][0], torch.float32, runs, link)
+    (result,), _, values = pending.multiply([times], None, torch.float32, groups)
+    assert values is not None
+    whole = torch.stack([each[0].view(runs, -1, 8) for each in pieces], 1).view(-1, 8)
+    assert torch.equal(values, whole)
+    assert calls == gathers
+    torch.testing.assert_close(result, whole @ weight)
+    times, calls = rows_times(weight)
+    link = ReadyLink(rank, RANKS)
+    made = sum_of_products(link, Tokens(runs, rows // runs), times, None, whole, torch.float32, groups[::-1])
+    assert sorted(calls) == sorted(sums)
+    assert made.wait().shape == (rows, 5)
+    for owner, part in made.summation.parts.items():  # pyright: ignore[reportAttributeAccessIssue]
+        torch.testing.assert_close(part, pieces[owner][0] @ weight)
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2", "mxfp8"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("rank", "groups"), [(0, ()), (3, (1, 1, 2))])
+def test_right_operations_pass(op: str, payload: str, rank: int, groups: tuple[int, ...]) -> None:
+    verdict = share(op, payload=payload, rank=rank, groups=groups).check()
+    assert (verdict.wrong_bytes, verdict.problem) == (0, "")
+    assert verdict.sqnr_db is not None
+    assert verdict.sqnr_db > 54
+    assert [*verdict.details] == ["values_unlike_one_launch"]
+
+
+def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = VirtualGathering._take
+
+    def wrong(self: VirtualGathering, rank: int, pieces: Any) -> None:
+        take(self, rank, pieces)
+        if rank == 2:
+            self.whole[0].view(torch.uint8)[self.spans(rank)[0].start, 5] ^= 1
+
+    monkeypatch.setattr(VirtualGathering, "_take", wrong)
+
+
+def do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arrivals(self: VirtualGathering) -> Iterator[int]:
+        yield from range(RANKS)
+        for wait in self._waits.values():
+            wait()
+
+    monkeypatch.setattr(VirtualGathering, "arrivals", arrivals)
+
+
+def do_not_wait_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualSummation, "wait", lambda self: None)
+
+
+def send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateCopies, "run", functools.partialmethod(drop, itertools.count()))
+
+
+def drop(self: LateCopies, calls: Iterator[int], copy: Any) -> Any:
+    return (lambda: None) if next(calls) % (2 * (RANKS - 1)) == 0 else functools.cache(copy)
+
+
+def send_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = VirtualSummation.push
+    monkeypatch.setattr(
+        VirtualSummation, "push", lambda self, rank, part: push(self, rank, part * (1 if rank == 0 else 2))
+    )
+
+
+FAULTS: dict[str, list[Callable[[pytest.MonkeyPatch], None]]] = {
+    "all_gather_mm": [corrupt, do_not_wait],
+    "mm_reduce_scatter": [do_not_wait_for_parts, send_nothing, send_elsewhere],
+}
+
+
+@pytest.mark.parametrize(("op", "fault"), [(op, fault) for op, faults in FAULTS.items() for fault in faults])
+def test_wrong_copies_and_lost_waits_are_found(
+    op: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = share(op)
+    assert made.check().wrong_bytes == 0
+    fault(monkeypatch)
+    assert made.check().wrong_bytes > 0
+
+
+def test_a_corrupted_copy_fails_the_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corrupt(monkeypatch)
+    path = tmp_path / "overlap.jsonl"
+    words = ["--device", "cpu", "--tp", "4", "--json", str(path)]
+    assert main(["bench", "overlap", *words]) == 1
+    assert "WRONG all_gather_mm fp8_blockwise_pow2 M=32 N=512 K=256 TP4: " in capsys.readouterr().out
+    (row,) = store.read(path)
+    assert row.us is None
+    assert row.wrong_bytes > 0
+    assert row.peers == {}
+
+
+def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = share()
+    exact = overlaps.exact_rows
+    monkeypatch.setattr(overlaps, "exact_rows", lambda *given: 1.1 * exact(*given))
+    assert made.check().problem.startswith("the product is 2")
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_have_all_times_and_figures(op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "overlap.jsonl"
+    words = f"--op {op} --device cpu --tp 4 --payload bf16 --quick --tokens 4,32 --json {path}"
+    assert main(["bench", "overlap", *words.split()]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a dry run with copies of the CPU" in text
+    assert "attained" in text
+    rows = store.read(path)
+    sizes = [(4, 512, 256), (32, 512, 256)] if op == OPS[0] else [(4, 256, 512), (32, 256, 512)]
+    assert [tuple(row.shape) for row in rows] == sizes
+    for row in rows:
+        assert (row.suite, row.group, row.format, row.backend) == ("overlap", op, "bf16", "torch")
+        assert row.us is not None
+        assert {*row.peers} == {
+            overlaps.ONE, overlaps.CHUNKED, overlaps.COPIES, overlaps.SERIAL, overlaps.BESIDE, overlaps.AUTO,
+        }  # fmt: skip
+        assert all(cell["us"] > 0 for cell in row.peers.values())
+        us = {name: cell["us"] for name, cell in row.peers.items()} | {overlaps.OURS: row.us}
+        for name, value in overlaps.figures(us, RANKS).items():
+            assert row.details[name] == pytest.approx(value, rel=0.01, abs=0.01), name
+        assert row.details["decides_to_overlap"] == 0, "below 1e11 FLOP"
+        assert row.details["auto_over_serial"] > 0
+        assert row.details["modelled_us"] > 0
+        found = suite.named(row.case)
+        assert found is not None
+        assert found == (op, tuple(row.shape), 4, 1, 1, 1)
+
+
+def test_chunks_and_method_are_in_the_name() -> None:
+    made = problem(groups=(1, 3), rank=2, captured=True)
+    case = suite.case(made, "")
+    assert case.name == "all_gather_mm bf16 M=32 N=512 K=256 TP4 chunks 1,3 rank 2 graph"
+    assert case.captured
+    assert suite.case(problem(), "").captured is False
+    row = harness.run_case(
+        case, "overlap", CPU, store.where(CPU, "0.1.0", "x"), harness.Budget(1, 1e-4), timing.Telemetry()
+    )
+    assert "modelled_us" not in row.details, "the model has chunks of equal size"
+    assert row.details["attainment"] > 0
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8, 1, 1.5, 2])
+@pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2", "mxfp8"])
+@pytest.mark.parametrize("op", OPS)
+def test_sizes_of_a_ratio_have_it_by_the_model(op: Any, payload: str, ratio: float) -> None:
+    first = suite.Problem(op, 8192, 12288, 12288, 8, payload)
+    machine = suite.virtual_machine(op, "NVIDIA H200")
+    found = suite.at_ratio(first, ratio, machine)
+    suite.check(found)
+    gain = overlap_gain(op, found.m, found.n, found.k, tp=8, machine=machine, payload=payload)
+    assert gain.communication / gain.product == pytest.approx(ratio, rel=0.05)
+    assert gain.product > 0.4e-3
+    unchanged = (found.m, found.k) == (8192, 12288) if op == OPS[0] else (found.m, found.n) == (8192, 12288)
+    assert unchanged
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        ("--op all_gather_grouped_mm", "bench overlap of all_gather_grouped_mm", "name one of them"),
+        ("--op nonsense", "invalid choice 'nonsense'", "pass such a value"),
+        ("--experts 8", "--experts 8 with all_gather_mm", "leave --experts out"),
+        ("--ratio 0", "--ratio 0", "pass 0.25 to 2"),
+        ("--ratio 1 --n 128", "--ratio with --n", "leave one of them out"),
+        ("--ratio 1 --k 128 --op mm_reduce_scatter", "--ratio with --k", "leave one of them out"),
+        ("--tokens 64 --m 64", "--tokens with --m", "leave one of them out"),
+        ("--tokens 7", "M=7 on 8 ranks", "pass a multiple of 8"),
+        ("--n 100", "N=100 on 8 ranks", "pass a multiple of 8"),
+        ("--tp 1", "1 rank", "pass --tp 2 or more"),
+        ("--rank 8", "rank 8 of 8", "pass 0 to 7"),
+        ("--chunks 1,3", "chunks of 1,3 ranks", "pass positive numbers with the sum 8"),
+        ("--ranks 8", "unknown option --ranks 8", "did you mean --rank 8"),
+    ],
+)
+def test_mistakes_are_explained(words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overlap", "--device", "cpu", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert "Rule: " in error
+    assert fix in error.split("Fix: ")[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2"])
+@pytest.mark.parametrize("op", OPS)
+def test_rows_on_a_gpu(op: Any, payload: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, budget = torch.device("cuda"), harness.Budget(rounds=2, seconds=1e-3)
+    sizes = (1024, 4096, 1024) if op == "all_gather_mm" else (1024, 1024, 4096)
+    made = suite.Problem(op, *sizes, RANKS, payload, groups=(1, 3), captured=captured)
+    case, where = suite.case(made, torch.cuda.get_device_name()), store.where(device, "0.1.0", "test")
+    row = harness.run_case(case, "overlap", device, where, budget, timing.Telemetry())
+    assert row.fault == ""
+    assert row.method == ("graph" if captured else "events")
+    assert {*row.peers} == {*overlaps.contenders()}
+    assert not [cell for cell in row.peers.values() if "note" in cell]
+    if op == "all_gather_mm":
+        corrupt(monkeypatch)
+        assert harness.run_case(case, "overlap", device, where, budget, timing.Telemetry()).wrong_bytes > 0
