@@ -11,8 +11,7 @@ from torch import Tensor
 from ...grouped import Routing, sort_by_expert
 from ..collectives import PendingValues, Ranks, Tokens, gather_values, reduce_scatter
 from .expert_rows import ExpertRows, RowsOfTokens
-from .link import Gathering, Link
-from .products import PendingSummation
+from .products import GatherInProgress, PendingSummation, RowsLink
 from .sharing import PendingSum, PendingTotal
 
 
@@ -23,7 +22,7 @@ class ExpertSharing(NamedTuple):
     ranks: Ranks
     tokens: Tokens
     experts: range
-    link: Link | None
+    link: RowsLink | None
 
     def route(self, experts: Tensor, gate_weights: Tensor) -> PendingSlots:
         """Start to gather the experts [t, k], numbered over all ranks, and the gate weights [t, k] of the tokens."""
@@ -86,7 +85,7 @@ class PendingTokens(Protocol):
 class ArrivingTokens(NamedTuple):
     """Tokens that arrive rank by rank."""
 
-    gathering: Gathering
+    gathering: GatherInProgress
 
     def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
         for rank in self.gathering.arrivals():
