@@ -80,6 +80,9 @@ class Files:
         return SimpleNamespace(get_buffer=get_buffer, buffer_ptrs=[own.data_ptr()] * self.ranks)
 
 
+capturing = False  # calls count as on a GPU in a graph, and run at once
+
+
 @contextmanager
 def on_the_cpu(memory: Files, limit: float) -> Generator[None]:
     """Context in which a CUDA transport has CPU tensors."""
@@ -92,6 +95,7 @@ def on_the_cpu(memory: Files, limit: float) -> Generator[None]:
             (torch.cuda, "synchronize", lambda device: None),
             (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "current_stream", lambda device: 0),
+            (torch.cuda, "is_current_stream_capturing", lambda: capturing),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=memory.rank)),
             (link_module, "transport_of", cuda.CudaTransport),
         ):
@@ -101,6 +105,7 @@ def on_the_cpu(memory: Files, limit: float) -> Generator[None]:
 
 def run(rank: int, folder: str) -> None:
     """A rank of the link; both are late at times, and the second one makes a call less."""
+    global capturing
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     pauses, wrong, said, memory = torch.Generator().manual_seed(rank), 0, "", Files(folder, rank, 2)
     with on_the_cpu(memory, 1e7):
@@ -111,7 +116,9 @@ def run(rank: int, folder: str) -> None:
                 time.sleep(float(torch.rand((), generator=pauses)) * 0.03)
             if call == CALLS // 2:  # arenas grow
                 link.arena("gather", 1 << 17, link.gathers + 1)
+            capturing = call > CALLS // 4 and call % 3 == 0
             wrong += gathered(link, call) + summed(link, call)
+        capturing = False
         link.check()
     assert memory.sizes == [HEADER + (1 << 16)] * 2 + [HEADER + (1 << 18)]
     with on_the_cpu(memory, 100):

@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ if not torch.distributed.is_available():
 
 from blockscale.distributed.overlap import link as link_module
 from blockscale.distributed.overlap.link import Gathering, Link, Summation
-from support.simulated_streams import AllStreamsWaitError, Event, Gpu, Node
+from support.simulated_streams import AllStreamsWaitError, Arena, CountedArena, Event, Gpu, Graph, Node
 
 FIRST = 2**31 - 5
 
@@ -53,27 +53,52 @@ class Program:
     """The host of one rank: calls of a list that all ranks share.  wrong: values, counted when streams run."""
 
     def __init__(self, node: Node, rank: int, calls: list[tuple[str, tuple[int, int]]]) -> None:
-        self.gpu, self.wrong = Gpu(node, rank), 0
+        self.gpu, self.wrong, self.graphs = Gpu(node, rank), 0, list[Graph]()
+        self.salt = 0.0  # added to values of graphs: of each replay another one
         self.group = Group(self.gpu, node.ranks)
         with patch.object(link_module, "transport_of", lambda device: self.gpu):
             self.link = Link(self.group)  # pyright: ignore[reportArgumentType]
-        self.link.gathers = self.link.sums = self.link._taken = FIRST
+        self.link.gathers = self.link.sums = FIRST
         for kind in ("gather", "sum"):
             self.link._arenas[kind] = self.gpu.arena(None, 0, FIRST + 1, kind)
         for number, (kind, shape) in enumerate(calls):
             getattr(self, kind)(number, shape)
 
+    def graph(self, number: int, shape: tuple[int, int]) -> None:
+        """One to three calls of a graph that is captured here."""
+
+        def host() -> None:
+            for call in range(1 + number % 3):
+                getattr(self, CAPTURED[(number + call * shape[0]) % len(CAPTURED)])(number + call, shape)
+
+        self.graphs.append(self.gpu.capture(host))
+        self.replay(number, shape)
+
+    def replay(self, number: int, shape: tuple[int, int]) -> None:
+        """Run a graph once more with other values."""
+        if not self.graphs:
+            return
+        self.gpu.begin(None)  # a replay is in the order of streams
+
+        def other_values() -> None:
+            self.salt = 4096.0 * (1 + number % 20)
+
+        self.gpu.current.add(other_values)
+        self.gpu.replay(self.graphs[number % len(self.graphs)])
+
     def made(self, values: Tensor) -> Tensor:
         """A tensor that has these values when the current stream comes here."""
         found = torch.full_like(values, torch.nan)
-        with self.gpu:
-            return found.copy_(values)
+        captured = self.gpu.capturing
+        self.gpu.current.add(lambda: found.copy_(values).add_(self.salt if captured else 0))
+        return found
 
-    def check(self, found: Tensor, want: Tensor) -> None:
-        """Compare when the current stream comes here."""
+    def check(self, found: Tensor, want: Tensor, parts: int = 1) -> None:
+        """Compare when the current stream comes here.  parts: whose sum the values are."""
+        captured = self.gpu.capturing
 
         def act() -> None:
-            self.wrong += int((found != want).sum())
+            self.wrong += int((found != want + (parts * self.salt if captured else 0)).sum())
 
         self.gpu.current.add(act)
 
@@ -127,7 +152,7 @@ class Program:
         with self.gpu:
             found = total.finish()
         parts = (rows_of(number, source, self.gpu.rank, shape) for source in range(self.link.ranks))
-        self.check(found, functools.reduce(torch.add, parts))
+        self.check(found, functools.reduce(torch.add, parts), self.link.ranks)
 
     def given_up(self, number: int, shape: tuple[int, int], parts: int = 99) -> None:
         """A sum that ends before it is finished, on all ranks."""
@@ -149,17 +174,16 @@ class Program:
         self.gpu.current = self.gpu.mains[self.gpu.current is self.gpu.mains[0]]
 
 
-KINDS = (
-    *("gather", "sum", "sum_around_a_gather", "two_gathers", "taken_late"),
-    *("abandoned_gather", "given_up", "given_up_early", "other_stream"),
-)
+CAPTURED = ("gather", "sum", "sum_around_a_gather", "two_gathers", "taken_late")
+KINDS = (*CAPTURED, "abandoned_gather", "given_up", "given_up_early", "other_stream")
+WITH_GRAPHS = (*CAPTURED, "other_stream", "graph", *("replay",) * 4)
 
 
-def wrong_values(seed: int) -> int:
+def wrong_values(seed: int, kinds: Sequence[str] = KINDS) -> int:
     """Values that are wrong after 30 calls of two to four ranks, and digests that differ."""
     rng = random.Random(seed)
     node = Node(rng.choice((2, 2, 3, 4)), 1 << 14)
-    calls = [(rng.choice(KINDS), (rng.randint(1, 6), rng.randint(1, 8))) for _ in range(30)]
+    calls = [(rng.choice(kinds), (rng.randint(1, 6), rng.randint(1, 8))) for _ in range(30)]
     programs = [Program(node, rank, calls) for rank in range(node.ranks)]
     node.execute(rng)
     return sum(program.wrong for program in programs) + len(node.failures)
@@ -171,12 +195,26 @@ def test_values_do_not_depend_on_the_order_of_streams():
     assert [seed for seed in seeds if wrong_values(seed)] == []
 
 
+@pytest.mark.slow
+def test_values_of_graphs_do_not_depend_on_the_order_of_streams():
+    """Graphs of one call or several, replayed between other calls."""
+    seeds = range(1000 if "ALL_TESTS" in os.environ else 15)
+    assert [seed for seed in seeds if wrong_values(seed, WITH_GRAPHS)] == []
+
+
 GATHER = Link.gather
 
 
 def gather_at_once(self: Link, pieces: Any, runs: int = 1) -> Gathering:
-    self._taken = self.gathers
+    self._untaken = set()
     return GATHER(self, pieces, runs)
+
+
+def enter_without_meeting(self: Gpu, arena: Any) -> Any:
+    """Calls between replays do not meet."""
+    if self.capturing:
+        arena.meet()
+    return CountedArena(arena) if self.capturing else arena
 
 
 def run_at_once(self: Gpu, copy: Callable[[], None], uses: Any = ()) -> Event:
@@ -199,12 +237,24 @@ WITHOUT: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+# of graphs
+WITHOUT_IN_GRAPHS: dict[str, tuple[Any, str, Any]] = {
+    "the meeting of ranks in a graph": (Arena, "have_met", lambda self: True),
+    "the meeting of ranks after a graph": (Gpu, "enter", enter_without_meeting),
+    "a number that the GPU counts": (Gpu, "enter", lambda self, arena: arena),
+    "the wait for rows to be staged in a graph": (Gathering, "_wait_staged", lambda self, rank: None),
+    "the wait for a part in a graph": (Summation, "_wait_arrived", lambda self, rank: None),
+}
+
+
+@pytest.mark.parametrize("name", [*WITHOUT, *WITHOUT_IN_GRAPHS])
 def test_what_cannot_be_left_out(name: str):
+    kinds = KINDS if name in WITHOUT else WITH_GRAPHS
+
     def is_wrong(seed: int) -> bool:
         try:
-            with patch.object(*WITHOUT[name]):
-                return wrong_values(seed) > 0
+            with patch.object(*(WITHOUT | WITHOUT_IN_GRAPHS)[name]):
+                return wrong_values(seed, kinds) > 0
         except AllStreamsWaitError:
             return True
 

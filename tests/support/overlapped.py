@@ -208,14 +208,41 @@ def refused_operands() -> dict[str, str]:
     return said_by(calls)
 
 
-def captured() -> str:
-    """The error of a layer in a CUDA graph."""
-    part, graph = own_part(data(sizes(), torch.bfloat16), sizes()), torch.cuda.CUDAGraph()
-    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
-    column_parallel(part.x, part.up, **options, overlap="on")  # compiles
-    settle()
-    with torch.cuda.graph(graph):
-        return said_by({"": lambda: column_parallel(part.x, part.up, **options, overlap="on")})[""]
+def captured() -> dict[str, Any]:
+    """Whether replays of two calls in a CUDA graph, forward and backward, have the bits of eager calls, which run in
+    between; and the error of a graph whose calls are larger than those before it."""
+    part, graph, found = own_part(data(sizes(), torch.bfloat16), sizes()), torch.cuda.CUDAGraph(), list[bool]()
+    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8", "wgrad": "requantized", "overlap": "on"}
+    x, weight = part.x.clone().requires_grad_(), part.up.clone().requires_grad_()
+
+    def step() -> list[Tensor]:
+        results: list[Tensor] = []
+        for scale in (1.0, 0.5):
+            y = column_parallel(x * scale, weight, **options)
+            results += [y.detach(), *torch.autograd.grad(y, (x, weight), y.detach())]
+        return results
+
+    with bs.use_backend(gemm="auto"):  # the reference waits for the GPU
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()
+        torch.cuda.current_stream().wait_stream(aside)
+        with torch.cuda.graph(graph):
+            results = step()
+        for replay in range(5):
+            with torch.no_grad():
+                x.copy_(part.x * (replay + 1))
+            graph.replay()
+            if replay == 3:
+                graph.replay()
+            kept = [each.clone() for each in results]
+            found += [torch.equal(a, b) for a, b in zip(kept, step(), strict=True)]
+        check(world())
+        larger = torch.cat([part.x] * 64)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            said = said_by({"": lambda: column_parallel(larger, weight, **options)})[""]
+    return {"equal": found, "larger": said}
 
 
 def by_the_fastest_kernels(recipe: str) -> dict[str, float]:

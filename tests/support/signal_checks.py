@@ -8,7 +8,16 @@ import time
 import torch
 from torch import Tensor
 
-from blockscale.distributed.overlap.arena import ANY, HEADER, digest_at, wrapped
+from blockscale.distributed.overlap.arena import (
+    ANY,
+    COUNTED_DIGESTS,
+    COUNTED_FLAGS,
+    HEADER,
+    MEETINGS,
+    NUMBER,
+    digest_at,
+    wrapped,
+)
 from blockscale.distributed.overlap.signals import INTERPRETED, OTHER_CALL, TIMED_OUT, Failure, Fault, Flags
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -73,6 +82,46 @@ def waits_until_a_signal() -> bool:
     return failure(fault) is None and 0.25 < time.monotonic() - begin < 30
 
 
+def counted() -> dict[str, bool]:
+    """Whether calls of graphs, whose number is counted on the device, wait for those of the same number."""
+    found: dict[str, bool] = {}
+    memory = headers(3)
+    for each in memory:
+        each.fill_(wrapped(2**31 - 1))  # as a new arena does; the first number wraps around
+    number = wrapped(2**31)
+    (second, fault), (third, _) = flags(memory, 1), flags(memory, 2)
+    for source in (0, 2):  # as the other ranks' meetings do
+        memory[1][MEETINGS + source] = number
+    second.meet()
+    found["a meeting"] = failure(fault) is None and int(memory[1][NUMBER]) == number
+    places = [(rank, at) for rank in (0, 2) for at in (memory[rank] == number).nonzero().flatten().tolist()]
+    found["told to others"] = places == [(0, MEETINGS + 1), (2, MEETINGS + 1)]
+    memory[2][NUMBER] = number
+    third.signal([0, 1], None, DIGEST)
+    told = [int(memory[rank][COUNTED_FLAGS + 2]) for rank in (0, 1)]
+    digests = [int(memory[rank][COUNTED_DIGESTS + 2]) for rank in (0, 1)]
+    found["a counted flag"] = told == [number] * 2 and digests == [DIGEST] * 2
+    second.wait(2, None, DIGEST)
+    found["a counted wait"] = failure(fault) is None
+    other, other_fault = flags(memory, 1)
+    other.wait(2, None, DIGEST - 1)
+    found["another counted call"] = failure(other_fault) == Failure(OTHER_CALL, 2, 2**31)
+    other, other_fault = flags(memory, 1)
+    other.wait(0, None, DIGEST)
+    found["a counted timeout"] = failure(other_fault) == Failure(TIMED_OUT, 0, 2**31)
+    for source in (0, 2):  # a later meeting passes, an earlier one does not
+        memory[1][MEETINGS + source] = wrapped(2**31 + 1 + source)
+    second.meet()
+    found["a later meeting"] = failure(fault) is None
+    memory[1][MEETINGS] = number
+    second.meet()
+    found["a meeting without a rank"] = failure(fault) == Failure(TIMED_OUT, 0, 2**31 + 2)
+    memory[0].zero_()
+    second.meet()
+    found["no meeting after it"] = not memory[0].any()
+    return found
+
+
 def checks() -> dict[str, bool]:
     """Whether each property holds."""
     found = {
@@ -121,4 +170,4 @@ def checks() -> dict[str, bool]:
     second.wait(257, 2**31 + 5, 0)
     found["a timeout"] = failure(fault) == Failure(TIMED_OUT, 257, 2**31 + 5)
     found["in time"] = INTERPRETED or 0.015 < time.monotonic() - begin < 1
-    return found
+    return found | counted()

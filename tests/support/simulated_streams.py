@@ -32,14 +32,26 @@ class Step(NamedTuple):
     act: Callable[[], object]
 
 
+class Graph:
+    """Steps of a captured graph by the stream of their capture, and the events among them."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Stream, Step]] = []
+        self.events: list[Event] = []
+
+
 class Stream:
-    """A queue of one rank."""
+    """A queue of one rank.  graph: captures what is added."""
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque()
+        self.graph: Graph | None = None
 
     def add(self, act: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
-        self.steps.append(Step(ready, act))
+        if self.graph is None:
+            self.steps.append(Step(ready, act))
+        else:
+            self.graph.steps.append((self, Step(ready, act)))
 
 
 class Event:
@@ -47,6 +59,8 @@ class Event:
 
     def __init__(self, stream: Stream) -> None:
         self.passed = False
+        if stream.graph is not None:
+            stream.graph.events.append(self)
         stream.add(self._pass)
 
     def _pass(self) -> None:
@@ -67,6 +81,9 @@ class Node:
         self._memory: dict[str, list[Tensor]] = {}
         self._flags: dict[str, dict[tuple[int, int], int]] = {}
         self._digests: dict[str, dict[tuple[int, int, int], int]] = {}
+        # of calls of graphs, by (kind, rank): numbers of meetings, and by (kind, waiter, writer): flags
+        self.numbers: dict[tuple[str, int], int] = {}
+        self.counted: dict[tuple[str, int, int], tuple[int, int]] = {}
 
     def stream(self) -> Stream:
         self.streams.append(Stream())
@@ -102,7 +119,7 @@ class Arena:
     """A rank's arena."""
 
     def __init__(self, gpu: Gpu, kind: str, call: int) -> None:
-        self._gpu, self.size = gpu, gpu.node.size
+        self._gpu, self.size, self.kind = gpu, gpu.node.size, kind
         self.data, self._flags, self._digests = gpu.node.of(kind, call)
 
     def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
@@ -124,6 +141,47 @@ class Arena:
 
         gpu.current.add(act, lambda: (self._flags[gpu.rank, source] - call) % 2**32 < 2**31)
 
+    def meet(self) -> None:
+        gpu, numbers = self._gpu, self._gpu.node.numbers
+
+        def act() -> None:
+            numbers[self.kind, gpu.rank] = numbers.get((self.kind, gpu.rank), 0) + 1
+
+        gpu.current.add(act)
+        gpu.current.add(lambda: None, self.have_met)
+
+    def have_met(self) -> bool:
+        """Whether all ranks have come to this rank's last meeting."""
+        numbers, ranks = self._gpu.node.numbers, range(self._gpu.node.ranks)
+        mine = numbers[self.kind, self._gpu.rank]
+        return all(numbers.get((self.kind, rank), 0) >= mine for rank in ranks)
+
+
+class CountedArena:
+    """A rank's arena in a graph: flags hold the number of the last meeting."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._gpu, self._kind, self.size, self.data = arena._gpu, arena.kind, arena.size, arena.data
+
+    def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
+        gpu, kind = self._gpu, self._kind
+
+        def act() -> None:
+            for rank in ranks:
+                gpu.node.counted[kind, rank, gpu.rank] = gpu.node.numbers[kind, gpu.rank], digest
+
+        gpu.current.add(act)
+
+    def wait(self, source: int, call: int, digest: int) -> None:
+        gpu, place = self._gpu, (self._kind, self._gpu.rank, source)
+
+        def act() -> None:
+            if digest not in (ANY, gpu.node.counted[place][1]):
+                gpu.node.failures.append((gpu.rank, source, call))
+
+        number = (self._kind, gpu.rank)
+        gpu.current.add(act, lambda: gpu.node.counted.get(place, (0, 0))[0] >= gpu.node.numbers.get(number, 0))
+
 
 class Gpu(TorchDispatchMode):
     """Transport and side stream of one rank; as a mode it enqueues what torch would launch."""
@@ -134,6 +192,7 @@ class Gpu(TorchDispatchMode):
         self.mains, self.copies = [node.stream(), node.stream()], node.stream()
         self.current = self._last = self.mains[0]
         self.side, self.poison = self, torch.tensor(-0.0)
+        self.capturing = self.meets = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_aten.copy_.default, _aten.add_.Tensor, _aten.fill_.Scalar):  # filled with poison
@@ -154,9 +213,46 @@ class Gpu(TorchDispatchMode):
         return Arena(self, kind, call)
 
     def begin(self, group: Any) -> None:
+        if self.capturing:  # on one stream
+            return
         if self._last is not self.current:
             Event(self._last).hold(self.current)
         self._last = self.current
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def enter(self, arena: Arena) -> Any:
+        self.meets |= self.capturing
+        if self.meets:
+            arena.meet()
+        return CountedArena(arena) if self.capturing else arena
+
+    def capture(self, host: Callable[[], None]) -> Graph:
+        """The graph of what the host enqueues on the current stream."""
+        graph, streams = Graph(), [*self.mains, self.copies]
+        self.capturing = True
+        for each in streams:
+            each.graph = graph
+        host()
+        self.capturing = False
+        for each in streams:
+            each.graph = None
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        """Enqueue a graph on the current stream. What was captured on the side stream has no order with that stream."""
+
+        def reset() -> None:
+            for each in graph.events:
+                each.passed = False
+
+        side = self.node.stream()
+        self.current.add(reset)
+        Event(self.current).hold(side)
+        for stream, step in graph.steps:
+            (side if stream is self.copies else self.current).steps.append(step)
+        Event(side).hold(self.current)
 
     def check(self, group: Any) -> None:
         pass

@@ -30,9 +30,11 @@ from ..failures import error_of_waiting, first_failure, timeout_of
 
 SLOTS = 2
 ANY = -1  # in place of a digest: any call passes
-# bytes before the data, int32 values: flags of all ranks, digests of both slots, a token
+# bytes before the data, int32 values: flags of all ranks, digests of both slots; of calls in CUDA graphs flags, digests
+# and meetings of all ranks, and their number on this one; a token
 _MOST_RANKS = 1024
-HEADER = 4 * (1 + SLOTS) * _MOST_RANKS + 4096
+COUNTED_FLAGS, COUNTED_DIGESTS, MEETINGS, NUMBER = ((1 + SLOTS + part) * _MOST_RANKS for part in range(4))
+HEADER = 4 * NUMBER + 4096
 _IN_MEMORY = Path("/dev/shm")
 _LONGEST_PAUSE = 1e-3
 _BETWEEN_QUESTIONS = 0.1

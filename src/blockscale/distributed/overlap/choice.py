@@ -57,7 +57,4 @@ def _reason_of_gpu() -> tuple[str, str, str] | None:
         return "a GPU of AMD", "waits read the clock of an NVIDIA GPU", "run on an NVIDIA GPU"
     if find_spec("triton") is None:
         return "a GPU without Triton", "flags are set and read by Triton kernels", "install triton"
-    if torch.cuda.is_current_stream_capturing():
-        rule = "a flag holds the number of its call, and a replayed graph would repeat that of its capture"
-        return "a captured CUDA graph", rule, "leave the layer out of the graph"
     return None

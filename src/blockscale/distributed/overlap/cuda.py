@@ -48,6 +48,14 @@ class CudaArena:
             ]
         self._flags = Flags(headers, rank, fault, timeout_of(group))
 
+    def meet(self) -> None:
+        """Let the current stream wait until those of all ranks have come here."""
+        self._flags.meet()
+
+    def counted(self) -> CountedArena:
+        """This arena for calls of a CUDA graph."""
+        return CountedArena(self.size, self.data, self._flags)
+
     def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
         """Set this rank's flag at others, behind the work on the current stream."""
         self._flags.signal(ranks, call, digest)
@@ -56,6 +64,21 @@ class CudaArena:
         """Let the current stream wait for a rank's flag, at most for the group's timeout. A failed wait is raised by
         `CudaTransport.check`."""
         self._flags.wait(source, call, digest)
+
+
+class CountedArena:
+    """An arena for calls of a CUDA graph, whose number is that of the last meeting."""
+
+    def __init__(self, size: int, data: list[Tensor], flags: Flags) -> None:
+        self.size, self.data, self._flags = size, data, flags
+
+    def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
+        """As `CudaArena.signal`."""
+        self._flags.signal(ranks, None, digest)
+
+    def wait(self, source: int, call: int, digest: int) -> None:
+        """As `CudaArena.wait`."""
+        self._flags.wait(source, None, digest)
 
 
 class CudaSide:
@@ -89,22 +112,43 @@ class CudaTransport:
         self.side: Side = self._cuda_side
         self._fault = Fault.on(device)
         self.poison = self._fault.poison
-        self._stream: torch.cuda.Stream | None = None
-        self._met = False
+        # of the last call, by whether it is part of a CUDA graph
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._knows_gpus = self._meets = False
 
     def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
-        if not self._met:
+        if self.is_capturing():
+            refuse(
+                f"a captured CUDA graph with the first overlapped call of {size:,} bytes",
+                rule="memory that ranks share is made by all of them together, which no graph repeats",
+                fix="run the layer with these shapes, forward and backward, before the capture",
+                error=ShardingError,
+            )
+        if not self._knows_gpus:
             _check_gpus(group, self._device)
-            self._met = True
+            self._knows_gpus = True
         return CudaArena(group, size, call, self._device, self._fault)
 
     def begin(self, group: dist.ProcessGroup) -> None:
         """Raise a failed wait; order this call after one on another stream."""
         self.check(group)
-        current = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)
-        self._stream = current
+        current, capturing = torch.cuda.current_stream(self._device), self.is_capturing()
+        last = self._streams.get(capturing)
+        if last is not None and last != current and capturing == _is_capturing(last):
+            current.wait_stream(last)
+        self._streams[capturing] = current
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def enter(self, arena: Arena) -> Arena:
+        """The arena as a call uses it that begins, after a meeting of all ranks if a graph has been captured."""
+        assert isinstance(arena, CudaArena)
+        capturing = self.is_capturing()
+        self._meets |= capturing
+        if self._meets:
+            arena.meet()
+        return arena.counted() if capturing else arena
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Raise the first failed wait that the GPU has told. It stays: rows after it are not those of the ranks."""
@@ -115,6 +159,11 @@ class CudaTransport:
             source = [dist.get_global_rank(group, failure.source)]
             raise error_of_waiting(first_failure(group), source, f"overlapped call {failure.call}")
         refuse_other_call(group.rank(), failure.source, failure.call)
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class _Gpu(NamedTuple):

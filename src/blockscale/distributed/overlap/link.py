@@ -18,6 +18,10 @@ then after this rank's reads of n, and the staging of n + 2 after its waits of n
 them, are on the main stream; a part is sent on the side stream, after what the main stream had before `push`. So a
 part of n + 2 is sent after the waits of n + 1, and a part of n + 1 after the reads of n.
 
+In a CUDA graph the number of a call is counted on the GPU, since a replay repeats what the host has enqueued. The host
+sees no replay, so slots do not alternate: from the first capture on, every call begins with a meeting of all ranks on
+their main streams, after which no rank reads rows of the calls before.
+
 No wait is for work that is enqueued after a wait of the same call, so ranks cannot wait for one another in a circle,
 also if one stream holds up the other.
 """
@@ -34,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import ShardingError, refuse
 from ...library import empty
 from ..collectives import Ranks
 from .arena import ANY, SLOTS, digest_of
@@ -55,8 +60,10 @@ class Link:
         self._group, self.rank, self.ranks = weakref.ref(group), group.rank(), group.size()
         self._transport = transport_of(device)
         self.side, self.poison = self._transport.side, self._transport.poison
-        self.layers = self.gathers = self.sums = self._taken = 0
+        self.layers = self.gathers = self.sums = 0
+        self._untaken: set[int] = set()  # gathers whose copies the main stream does not wait for yet
         self._open: Summation | None = None
+        self._captured = False  # whether the last call is part of a CUDA graph
         self._arenas: dict[str, Arena] = {}
 
     @classmethod
@@ -92,7 +99,7 @@ class Link:
         if found is None or found.size < SLOTS * size:
             room = max(_SMALLEST, 1 << (SLOTS * size - 1).bit_length())
             found = self._arenas[kind] = self._transport.arena(self._alive(), room, call)
-        return found
+        return self._transport.enter(found)
 
     def layer(self) -> LayerLink:
         """The link for one call of a layer, forward and backward. Calls count alike on all ranks."""
@@ -102,14 +109,17 @@ class Link:
     def gather(self, pieces: Sequence[Tensor], runs: int = 1, layer: int = 0) -> Gathering:
         """Start to gather tensors [rows, N] of this rank, equal in shape on all ranks.  runs: of a rank's rows, between
         which those of the others lie.  layer: number of the layer's call, equal on all ranks."""
+        self._check_capture()
         self._transport.begin(self._alive())
-        if self._taken != self.gathers:  # an error has left rows of the gather before, or they are taken later
+        if self._untaken:  # an error has left rows of the gather before, or they are taken later
             self.side.join(self.side.run(lambda: None))
         self.gathers += 1
+        self._untaken = {self.gathers}
         return Gathering(self, [piece.contiguous() for piece in pieces], runs, self.gathers, layer)
 
     def sum(self, shape: tuple[int, int], dtype: torch.dtype, layer: int = 0) -> Summation:
         """Start a sum over ranks of rows [rows, N] for each rank."""
+        self._check_capture()
         if self._open is not None:
             self._open.give_up()
         self._transport.begin(self._alive())
@@ -117,10 +127,24 @@ class Link:
         self._open = Summation(self, shape, dtype, self.sums, layer)
         return self._open
 
+    def _check_capture(self) -> None:
+        """Raise if a CUDA graph would wait for a call from before its capture. A capture that failed is forgotten."""
+        capturing = self._transport.is_capturing()
+        if capturing != self._captured and (self._open is not None or self._untaken):
+            if capturing:
+                refuse(
+                    "a captured CUDA graph with an overlapped call that began before it",
+                    rule="a graph waits for work of its own alone",
+                    fix="run the layers that take a gathered activation before the capture, or gather it inside",
+                    error=ShardingError,
+                )
+            self._open, self._untaken = None, set()
+        self._captured = capturing
+
     def close(self, ended: Gathering | Summation) -> None:
         """All rows of a gather have been taken, or a sum has ended."""
         if isinstance(ended, Gathering):
-            self._taken = ended.call
+            self._untaken.discard(ended.call)
         elif self._open is ended:
             self._open = None
 

@@ -1,6 +1,6 @@
-"""Flags on GPUs: a kernel that sets them at other ranks, and one that waits for a flag in bounded time.
+"""Flags on GPUs: a kernel that sets them at other ranks, one that waits for a flag in bounded time, and a meeting.
 
-Both have one CTA for each flag and run in the order of a stream. A wait that fails neither traps nor hangs: it writes a
+All run in the order of a stream. A wait that fails neither traps nor hangs: it writes a
 fault word, which the host reads without a sync, and goes on. From then on all waits of this rank end at once, its sums
 are NaN, and it sets no flags, so that no other rank takes what it makes for rows.
 """
@@ -20,18 +20,24 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from ...launch import launch, refuse
-from .arena import digest_at, wrapped
+from .arena import COUNTED_DIGESTS, COUNTED_FLAGS, MEETINGS, NUMBER, digest_at, wrapped
 
 TIMED_OUT, OTHER_CALL = 1, 2
 
 
 @triton.jit(do_not_specialize=["first", "ranks", "flag_at", "digest_at", "call", "digest"])
-def _signal_kernel(headers_ptr, fault_ptr, first, ranks, flag_at, digest_at, call, digest):
+def _signal_kernel(
+    headers_ptr, header_ptr, fault_ptr, first, ranks, flag_at, digest_at, call, digest,
+    COUNTED: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
     """Digest, then flag, int32 each, into the headers of ranks first, first + 1, ...: one for each CTA. A release for
     the whole system: what the stream has written before is there when the flag is. Nothing after a fault.
 
-    headers_ptr: int64 addresses of all ranks' headers.
+    headers_ptr: int64 addresses of all ranks' headers.  header_ptr: this rank's.  COUNTED: the number of the call is
+    the one there.
     """
+    if COUNTED:
+        call = tl.load(header_ptr + NUMBER)
     header = tl.load(headers_ptr + (first + tl.program_id(0)) % ranks).to(tl.pointer_type(tl.int32))
     if tl.load(fault_ptr) == 0:
         tl.store(header + digest_at, digest)
@@ -45,9 +51,20 @@ def _is_behind(flag, call):
     return ((flag.to(tl.int64) - call.to(tl.int64)) & 0xFFFFFFFF) >= 0x80000000
 
 
-@triton.jit(do_not_specialize=["source", "digest_at", "call", "digest", "limit"])
+@triton.jit
+def _tell(fault_ptr, told_ptr, poison_ptr, call, source, kind):
+    """Store the first failure of a rank."""
+    code = (call.to(tl.int64) << 32) | (source.to(tl.int64) << 8) | kind.to(tl.int64)
+    tl.store(poison_ptr, float("nan"))  # before other waits see the fault
+    before = tl.atomic_cas(fault_ptr, tl.full((), 0, tl.int64), code)
+    if before == 0:
+        tl.store(told_ptr, code)
+
+
+@triton.jit(do_not_specialize=["source", "flag_at", "digest_at", "call", "digest", "limit"])
 def _wait_kernel(
-    header_ptr, fault_ptr, told_ptr, poison_ptr, source, digest_at, call, digest, limit,
+    header_ptr, fault_ptr, told_ptr, poison_ptr, source, flag_at, digest_at, call, digest, limit,
+    COUNTED: tl.constexpr, NUMBER: tl.constexpr,
     TIMED_OUT: tl.constexpr, OTHER_CALL: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Wait until this rank's flag of `source` has reached a call, and compare digests; a negative one is not compared.
@@ -55,15 +72,17 @@ def _wait_kernel(
     The first failure of a rank is stored as call << 32 | source << 8 | kind, int64, in the fault word and for the host.
     limit: ns of the GPU's clock; without CLOCK, which the interpreter lacks, the number of polls.
     """
+    if COUNTED:
+        call = tl.load(header_ptr + NUMBER)
     failed = tl.load(fault_ptr, volatile=True)
-    flag = tl.atomic_add(header_ptr + source, 0, sem="acquire", scope="sys")
+    flag = tl.atomic_add(header_ptr + flag_at, 0, sem="acquire", scope="sys")
     behind = _is_behind(flag, call)
     waited = tl.full((), 0, tl.int64)
     start = waited
     if CLOCK:
         start = globaltimer()
     while behind & (failed == 0) & (waited < limit):
-        flag = tl.atomic_add(header_ptr + source, 0, sem="acquire", scope="sys")
+        flag = tl.atomic_add(header_ptr + flag_at, 0, sem="acquire", scope="sys")
         behind = _is_behind(flag, call)
         failed = tl.load(fault_ptr, volatile=True)
         if CLOCK:
@@ -73,11 +92,40 @@ def _wait_kernel(
     found = tl.load(header_ptr + digest_at, volatile=True)
     kind = tl.where(behind, TIMED_OUT, tl.where((digest >= 0) & (found != digest), OTHER_CALL, 0))
     if (kind != 0) & (failed == 0):
-        code = (call.to(tl.int64) << 32) | (source.to(tl.int64) << 8) | kind.to(tl.int64)
-        tl.store(poison_ptr, float("nan"))  # before other waits see the fault
-        before = tl.atomic_cas(fault_ptr, tl.full((), 0, tl.int64), code)
-        if before == 0:
-            tl.store(told_ptr, code)
+        _tell(fault_ptr, told_ptr, poison_ptr, call, source, kind)
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "limit"])
+def _meet_kernel(
+    headers_ptr, header_ptr, fault_ptr, told_ptr, poison_ptr, rank, ranks, limit,
+    MEETINGS: tl.constexpr, NUMBER: tl.constexpr, MOST: tl.constexpr, TIMED_OUT: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count a call, tell it to all ranks, and wait until all have counted theirs: one CTA.  MOST: at least `ranks`."""
+    at = tl.arange(0, MOST)
+    others = (at < ranks) & (at != rank)
+    number = tl.load(header_ptr + NUMBER) + 1
+    failed = tl.load(fault_ptr, volatile=True)
+    headers = tl.load(headers_ptr + at, mask=others & (failed == 0), other=0).to(tl.pointer_type(tl.int32))
+    tl.store(header_ptr + NUMBER, number)
+    tl.debug_barrier()
+    tl.atomic_xchg(headers + MEETINGS + rank, number, mask=others & (failed == 0), sem="release", scope="sys")
+    flags = tl.atomic_add(header_ptr + MEETINGS + at, 0, mask=others, sem="acquire", scope="sys")
+    behind = others & _is_behind(flags, number)
+    waited = tl.full((), 0, tl.int64)
+    start = waited
+    if CLOCK:
+        start = globaltimer()
+    while (tl.max(behind.to(tl.int32), 0) != 0) & (failed == 0) & (waited < limit):
+        flags = tl.atomic_add(header_ptr + MEETINGS + at, 0, mask=others, sem="acquire", scope="sys")
+        behind = others & _is_behind(flags, number)
+        failed = tl.load(fault_ptr, volatile=True)
+        if CLOCK:
+            waited = globaltimer() - start
+        else:
+            waited += 1
+    if (tl.max(behind.to(tl.int32), 0) != 0) & (failed == 0):
+        first = tl.min(tl.where(behind, at, MOST), 0)
+        _tell(fault_ptr, told_ptr, poison_ptr, number, first, tl.full((), TIMED_OUT, tl.int32))
 
 
 INTERPRETED = not isinstance(_wait_kernel, triton.runtime.JITFunction)
@@ -121,16 +169,32 @@ class Flags:
             addresses = [each.data_ptr() for each in headers]
             self._addresses = torch.tensor(addresses, dtype=torch.int64, device=headers[rank].device)
 
-    def signal(self, ranks: Sequence[int], call: int, digest: int) -> None:
-        """Set this rank's flags at ranks that follow one another, behind the work on the current stream."""
+    def signal(self, ranks: Sequence[int], call: int | None, digest: int) -> None:
+        """Set this rank's flags at ranks that follow one another, behind the work on the current stream.  call: its
+        number, or None for that of the last meeting."""
         refuse("a flag, which holds the number of the call")
-        rest = ranks[0], len(self._headers), self._rank, digest_at(call, self._rank), wrapped(call), digest
-        launch(_signal_kernel, (len(ranks),), (self._addresses, self._fault.word), rest, num_warps=1)
+        rest = ranks[0], len(self._headers), *_places(self._rank, call), digest
+        tensors = self._addresses, self._headers[self._rank], self._fault.word
+        launch(_signal_kernel, (len(ranks),), tensors, (*rest, call is None, NUMBER), num_warps=1)
 
-    def wait(self, source: int, call: int, digest: int) -> None:
-        """Let the current stream wait for a rank's flag."""
+    def wait(self, source: int, call: int | None, digest: int) -> None:
+        """Let the current stream wait for a rank's flag.  call: as for `signal`."""
         refuse("a wait for a flag, which holds the number of the call")
-        rest = source, digest_at(call, source), wrapped(call), digest, self._limit
-        constants = TIMED_OUT, OTHER_CALL, not INTERPRETED
+        rest = source, *_places(source, call), digest, self._limit, call is None, NUMBER
         tensors = self._headers[self._rank], *self._fault
-        launch(_wait_kernel, (1,), tensors, (*rest, *constants), num_warps=1)
+        launch(_wait_kernel, (1,), tensors, (*rest, TIMED_OUT, OTHER_CALL, not INTERPRETED), num_warps=1)
+
+    def meet(self) -> None:
+        """Count a call, and let the current stream wait until all ranks have counted it."""
+        refuse("a meeting of ranks")
+        ranks = len(self._headers)
+        rest = self._rank, ranks, self._limit, MEETINGS, NUMBER, triton.next_power_of_2(ranks), TIMED_OUT
+        tensors = self._addresses, self._headers[self._rank], *self._fault
+        launch(_meet_kernel, (1,), tensors, (*rest, not INTERPRETED), num_warps=1)
+
+
+def _places(rank: int, call: int | None) -> tuple[int, int, int]:
+    """Index of a rank's flag and digest in headers, and the number of the call, 0 if the GPU counts."""
+    if call is None:
+        return COUNTED_FLAGS + rank, COUNTED_DIGESTS + rank, 0
+    return rank, digest_at(call, rank), wrapped(call)

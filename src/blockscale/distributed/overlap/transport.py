@@ -58,6 +58,14 @@ class Transport(Protocol):
         """Start a call: raise as `check` does, and order the call after those before it."""
         ...
 
+    def is_capturing(self) -> bool:
+        """Whether calls are captured in a CUDA graph."""
+        ...
+
+    def enter(self, arena: Arena) -> Arena:
+        """The arena as a call uses it that begins: one of a captured graph has its number from the GPU."""
+        ...
+
     def check(self, group: dist.ProcessGroup) -> None:
         """Raise the error of a wait that has failed and that the host has not seen."""
         ...
@@ -76,6 +84,12 @@ class HostTransport:
 
     def begin(self, group: dist.ProcessGroup) -> None:
         """Calls of a host thread are in order."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def enter(self, arena: Arena) -> Arena:
+        return arena
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Errors have been raised."""
