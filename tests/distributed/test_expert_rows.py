@@ -8,6 +8,7 @@ import torch
 import blockscale as bs
 from blockscale.distributed.collectives import Tokens
 from blockscale.distributed.overlap.expert_rows import ExpertRows, PlacedRows, multiply_rows
+from blockscale.distributed.overlap.link import spans_of
 from blockscale.distributed.wire import cast_rows
 from blockscale.formats.cast_spec import as_cast
 from support.helpers import same_operand
@@ -34,7 +35,7 @@ def test_a_rank_has_a_slice_of_each_experts_rows(name: str):
     rows, (sorted_tokens, by_slot) = ExpertRows.of(routing, tokens, ranks), routing.permutation
     seen = torch.zeros(sorted_tokens.shape[0], dtype=torch.int64)
     for rank in range(ranks):
-        runs = rows.of_rank(rank)
+        runs = [*map(rows.of_span, spans_of(rank, ranks, *tokens))]
         assert len(runs) == tokens.outer
         for run in runs:
             assert torch.equal(run.rows, by_slot[run.tokens])
@@ -77,7 +78,7 @@ def test_products_of_each_rank_are_the_product_of_all(name: str, format: str | N
     out = torch.full((sorted_tokens.shape[0], 48), float("nan"), dtype=torch.bfloat16)
     with bs.use_backend(m_grouped="reference"):
         for rank in reversed(range(ranks)):
-            for at in rows.of_rank(rank):
+            for at in map(rows.of_span, spans_of(rank, ranks, *tokens)):
                 placed.place(at, x[at.tokens] if cast is None else cast_rows(x[at.tokens], cast))
                 multiply_rows(placed.operand(), w, at, out)
         whole = torch.empty_like(out)
