@@ -388,10 +388,12 @@ def beside_copies(sets: Sequence[Args], device: torch.device, budget: Budget) ->
     def start() -> Callable[[], float]:
         events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         alive: list[object] = []
-        for share in shares * _TURNS:
-            # the host launches copies and product meanwhile, so both begin together, on a GPU that is not idle
+        turns = shares * _TURNS
+        for share, before in zip(turns, [turns[-1], *turns], strict=False):
+            # the host launches copies and product meanwhile, so both begin together, on a GPU that is not idle; the
+            # product of another set leaves nothing of this one in L2
             torch.cuda._sleep(_CYCLES)
-            alive.append(share.product())
+            alive.append(before.product())
             wait = share.start()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -114,7 +114,7 @@ class PlacedRows:
 
 
 def _in_words(*rows: Tensor) -> Sequence[Tensor]:
-    """Rows as int64 words, where all rows are whole words: `index_copy_` moves an element at a time."""
+    """Rows as int64 words, if all of them are whole words: indexed copies move an element at a time."""
     word = torch.int64.itemsize
     sizes = [
         size * each.element_size()
@@ -146,4 +146,7 @@ def multiply_rows(
         out.copy_(weight(a, Routing(at.ends)))
         return
     places, ends = at.routing()
-    out.index_copy_(0, places, weight(a.index_select(0, places), Routing(ends)))
+    (words,) = _in_words(a)
+    made = weight(words.index_select(0, places).view(a.dtype), Routing(ends))
+    target, source = _in_words(out, made)
+    target.index_copy_(0, places, source)
