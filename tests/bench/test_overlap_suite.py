@@ -32,7 +32,7 @@ MIXED = ("all_gather_grouped_mm", "grouped_mm_reduce_scatter")
 
 def problem(op: Any = "all_gather_mm", **changed: Any) -> suite.Problem:
     """A problem of four ranks; one of experts has 2 x 2 of them."""
-    divided = {"tp": 2, "ep": 2, "experts": 6, "topk": 2} if op in MIXED else {"tp": RANKS}
+    divided: dict[str, Any] = {"tp": 2, "ep": 2, "experts": 6, "topk": 2} if op in MIXED else {"tp": RANKS}
     cut = 128 * divided["tp"]
     sizes = (32, cut, 256) if op.startswith("all_gather") else (32, 256, cut)
     return suite.Problem(op, *sizes, **divided | {"payload": "bf16"} | changed)
@@ -274,8 +274,9 @@ def test_tokens_go_to_different_experts_and_each_slot_to_one_group_of_ranks() ->
 def test_contenders_of_experts_have_one_result(op: str, payload: str) -> None:
     """Copies before or after one product, and an input set with another weight."""
     first: Any = share(op, payload=payload, rank=1)
-    assert torch.equal(first.serial(), first.overlapped())
-    assert torch.equal(first.permuted(), first.all_chunks())
+    near = {"rtol": 0.02, "atol": 0.1} if payload == "bf16" else {"rtol": 0.0, "atol": 0.0}  # sums of torch differ
+    torch.testing.assert_close(first.serial(), first.overlapped(), **near)
+    torch.testing.assert_close(first.permuted(), first.all_chunks(), **near)
     case = suite.case(problem(op, payload=payload, rank=1), "")
     assert case.another is not None
     (second,) = case.another(first)

@@ -74,6 +74,7 @@ class _ExpertShare(Share):
 
     @property
     def backend(self) -> str:
+        """Backend of the grouped product of a chunk."""
         if isinstance(self.rows, Tensor) or isinstance(self.weight, Tensor):
             return "torch"
         request = grouped_request(
