@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -122,11 +123,23 @@ def check_experts(label: str, found: dict[str, Any], ranks: int) -> None:
     """The bits of the path with collectives, but for sums over more than two ranks. A dispatcher sums the slots of a
     token at its rank, and so rounds y once less."""
     dispatched = label.startswith(("divided", "mesh"))
+    if label == "experts bf16":  # products by torch, whose bits may depend on the number of rows
+        assert max(found["off"].values()) < 2**-8, label
+        return
     sums = {"y", "x", "gates"} if ranks > 2 else {"y"} if dispatched else set[str]()
     assert {name for name, wrong in found["differ"].items() if wrong} <= sums, label
     assert max(found["off"].values()) < 2**-8, label
     # the experts and gate weights of slots, and the gradients of gate weights
     assert dispatched or found["calls"] == [GATHER, SCATTER], label
+    if not dispatched:
+        dim = 128 if label == "experts fp8_blockwise" else 96
+        values = [[dim, 2]]
+        # codes and their scales travel as one message; gradients in their dtype
+        assert found["rows"] == [[[dim + 3, 1]] if label.endswith("low") else values, values], label
+        assert found["sums"] == 2, label
+        off, on = found["underflows"]
+        assert off == on, label
+        assert (on[1] > 0) == label.endswith("low"), label
 
 
 def check_operations(found: dict[str, Any]) -> None:
@@ -149,12 +162,30 @@ def check_operations(found: dict[str, Any]) -> None:
         "mixed": "an operand times a tensor",
         "none": "tokens are gathered for weights",
         "uneven": "ranks that make different calls",
+        "list": "experts=a list",
+        "bias": "bias (4, 31) for a weight (4, 32, 64)",
+        "matrix": "it is [E, N, K]",
     }
     for name, part in parts.items():
         assert part in found["refused experts"][name], name
+    check_guards(found)
     wrong = found["without the wait for tokens"]
     assert wrong["with"] == 0
     assert wrong["without"] > 0
+
+
+def check_guards(found: dict[str, Any]) -> None:
+    """What changes after a forward is seen, and communication is beside products."""
+    guarded = found["guarded"]
+    assert guarded["in place 2"]
+    assert guarded["in place 3"]
+    for needs_grad in (True, False):
+        assert "modified by an inplace operation" in guarded[f"changed {needs_grad}"]
+    assert 'payload="low" for recipe' in guarded["recipe"]
+    assert "weight_operands with" in guarded["operands"]
+    assert found["main_grad"] == {"off": True, "on": True}
+    layer_0, layer_1 = ["product", "arrived", "product"], ["product", "sent", "product", "sent"]
+    assert found["events"] == [*layer_0, *layer_1, "summed", *layer_0, *layer_1, "wgrad", "wgrad", "summed"]
 
 
 def check_both(found: dict[str, Any]) -> None:
@@ -175,7 +206,7 @@ def check_both(found: dict[str, Any]) -> None:
         ("auto", "by a collective, since CPU ranks gain nothing by overlap"),
     ):
         assert part in found["explained"][overlap]
-        assert "model of h200, not measured: product 4,123 µs" in found["explained"][overlap]
+        assert "model of h200, not measured: product 3,627 µs" in found["explained"][overlap]
     assert "no model of this machine" in found["explained"]["experts"]
     assert found["evaluated"]
     assert found["evaluated first"]
@@ -185,7 +216,7 @@ def check_both(found: dict[str, Any]) -> None:
     assert found["skipped step"]
     assert found["kept sums"]
     assert found["shared link"]
-    assert "with other sizes in overlapped call" in found["other order"]
+    assert "with different layers or sizes in overlapped call" in found["other order"]
     for name in WITHOUT:
         assert found[f"without {name}"]["with"] == 0, name
         assert found[f"without {name}"]["without"] > 0, f"{name} is not needed"
@@ -230,7 +261,7 @@ def check_two(found: dict[str, Any]) -> None:
 def test_a_flag_passes_2_to_the_31():
     """The comparison of numbers of calls by the sign of their difference."""
     arena = SharedArena.__new__(SharedArena)
-    arena.rank, arena.flags = 0, [torch.zeros(HEADER // 4, dtype=torch.int32)]
+    arena.rank, arena.flags = 0, [(ctypes.c_int32 * (HEADER // 4))()]
     for written, wanted, behind in ((5, 5, False), (5, 6, True), (2**31 - 1, 2**31, True), (2**31 + 3, 2**31, False)):
         arena.signal([0], written, 0)
         assert arena.is_behind(0, wanted) == behind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -21,12 +21,14 @@ from blockscale.distributed import (
     AllToAll,
     Dispatcher,
     ExpertTensorParallel,
+    count_underflows,
+    expert_all_gather,
     expert_parallel_,
     grouped_swiglu_parallel,
 )
 from blockscale.distributed.overlap import all_gather_grouped_mm, grouped_mm_reduce_scatter
-from blockscale.distributed.overlap.link import Gathering
-from blockscale.nn import MoE
+from blockscale.distributed.overlap.link import Gathering, Link, Summation
+from blockscale.nn import GroupedExperts, MoE
 from support import cut_experts as cut
 from support.cut_experts import TOP_K, Sizes
 from support.overlapped_link import device, late, said_by
@@ -41,6 +43,31 @@ def compare(found: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, Any
     return {"differ": differ, "off": {name: relative(found[name].float(), plain[name].float()) for name in found}}
 
 
+class Moved:
+    """What links have moved.  gathers: of each, columns and bytes of a value of its pieces; sums: their number."""
+
+    def __init__(self) -> None:
+        self.gathers: list[list[tuple[int, int]]] = []
+        self.sums = 0
+
+
+@contextmanager
+def moved() -> Iterator[Moved]:
+    """Count what the links of this rank move."""
+    found, gather, add = Moved(), Link.gather, Link.sum
+
+    def gathered(self: Link, pieces: Any, *args: Any) -> Any:
+        found.gathers.append([(piece.shape[1], piece.itemsize) for piece in pieces])
+        return gather(self, pieces, *args)
+
+    def summed(self: Link, *args: Any) -> Any:
+        found.sums += 1
+        return add(self, *args)
+
+    with patch.object(Link, "gather", gathered), patch.object(Link, "sum", summed):
+        yield found
+
+
 def experts(name: str, sizes: Sizes, *, payload: Any = "bf16", bias: bool = False, hot: bool = False) -> Any:
     """Experts that are cut along their hidden units, overlapped and not."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -48,11 +75,14 @@ def experts(name: str, sizes: Sizes, *, payload: Any = "bf16", bias: bool = Fals
     mine = pytree.tree_map_only(Tensor, lambda each: each.to(device()), mine)
     options: dict[str, Any] = {"recipe": name, "token_dim": sizes.token_dim, "payload": payload, "group": world()}
     plain, layer = (functools.partial(grouped_swiglu_parallel, overlap=overlap, **options) for overlap in ("off", "on"))
-    want = cut.run(mine, plain)
+    with count_underflows() as lost:
+        want = cut.run(mine, plain)
     cut.run(mine, layer)  # buffers grow by collectives
-    with Wire() as wire:
+    with Wire() as wire, moved() as link, count_underflows() as underflows:
         found = cut.run(mine, layer)
-    return compare(found, want) | {"calls": wire.calls}
+    counts = [(int(each.lost), each.values) for each in (lost, underflows)]
+    bytes_of = {"rows": link.gathers, "sums": link.sums, "underflows": counts}
+    return compare(found, want) | {"calls": wire.calls} | bytes_of
 
 
 def partial() -> dict[str, Any]:
@@ -88,6 +118,101 @@ def partial() -> dict[str, Any]:
     return found
 
 
+def one_layer(style: Any, dim: int = 64) -> GroupedExperts:
+    """Experts that are cut along their hidden units, overlapped."""
+    made = GroupedExperts(experts=4, dim=dim, hidden=128 * dist.get_world_size(), recipe="fp8_blockwise_pow2")
+    return style._apply(made, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def called(layer: GroupedExperts, x: Tensor) -> Tensor:
+    """The result of a layer for x [.., dim], whose tokens all go to the same two experts."""
+    tokens = x[..., 0].numel()
+    routing = bs.sort_by_expert(torch.tensor([[0, 2]]).expand(tokens, 2), 4)
+    return layer(x, routing, torch.full((tokens, 2), 0.5, requires_grad=True))
+
+
+def guarded() -> dict[str, Any]:
+    """What layers do when their result, their weight or their recipe changes after the forward."""
+    found: dict[str, Any] = {}
+    for shape in ((8, 64), (2, 4, 64)):
+        layer = one_layer(ExpertTensorParallel(sequence_dim=1, overlap="on"))
+        x = torch.randn(shape).bfloat16().requires_grad_()
+        y = called(layer.bfloat16(), x)
+        y += 1
+        y.sum().backward()
+        found[f"in place {len(shape)}"] = x.grad is not None and x.grad.shape == shape and not y._is_view()
+    for needs_grad in (True, False):
+        y = called(layer, torch.randn(8, 64).bfloat16().requires_grad_(needs_grad))
+        with torch.no_grad():
+            layer.down.weight.mul_(2)
+        try:
+            y.sum().backward()
+            found[f"changed {needs_grad}"] = "no error"
+        except RuntimeError as error:
+            found[f"changed {needs_grad}"] = str(error)
+    low = one_layer(ExpertTensorParallel(payload="low", overlap="on")).bfloat16()
+    for each in (low.gate_up, low.down):
+        each.apply_recipe("fp8_blockwise")
+    options: dict[str, Any] = {"group": world(), "overlap": "on"}
+    weights, gates = (torch.randn(4, 128, 64), torch.randn(4, 64, 64)), torch.ones(8, 1)
+    routing = bs.sort_by_expert(torch.zeros(8, 1, dtype=torch.int64), 4)
+    pair = bs.quantize_both(torch.randn(4, 64, 64), "mxfp8_e4m3", "mxfp8_e4m3")
+    return found | said_by(
+        {
+            "recipe": lambda: called(low, torch.randn(8, 64).bfloat16()),
+            "operands": lambda: grouped_swiglu_parallel(
+                torch.randn(8, 64), *weights, routing, gates, recipe="mxfp8", weight_operands=(pair, None), **options
+            ),
+        }
+    )
+
+
+def events() -> list[str]:
+    """Arrivals, products and the ends of sums of one call and its backward, in order."""
+    ranks, told = dist.get_world_size(), list[str]()
+    sizes = Sizes((32 * ranks,), 96, 64 * ranks)
+    mine = cut.own_tokens(cut.cut(cut.data(sizes, torch.bfloat16), dist.get_rank(), ranks), sizes)
+    layer = functools.partial(grouped_swiglu_parallel, recipe="mxfp8", overlap="on", token_dim=0, group=world())
+    places = (
+        ("arrived", Gathering, "_wait"),
+        ("product", expert_all_gather, "multiply_rows"),
+        ("wgrad", expert_all_gather, "wgrad"),
+        ("sent", Summation, "push"),
+        ("summed", Summation, "finish"),
+    )
+
+    def telling(name: str, call: Callable[..., Any]) -> Any:
+        def tell(*args: Any, **options: Any) -> Any:
+            told.append(name)
+            return call(*args, **options)
+
+        return tell
+
+    with ExitStack() as stack:
+        for name, kind, method in places:
+            stack.enter_context(patch.object(kind, method, telling(name, getattr(kind, method))))
+        cut.run(mine, layer)
+    return told
+
+
+def main_grads() -> dict[str, bool]:
+    """Whether main_grad is left alone by `torch.autograd.grad` of x, whose weights are inputs of the call, too."""
+    ranks, found = dist.get_world_size(), dict[str, bool]()
+    sizes = Sizes((32 * ranks,), 96, 64 * ranks)
+    mine = cut.own_tokens(cut.cut(cut.data(sizes, torch.bfloat16), dist.get_rank(), ranks), sizes)
+    routing = bs.sort_by_expert(mine.experts, cut.EXPERTS)
+    for overlap in ("off", "on"):
+        x, *weights = (each.clone().requires_grad_() for each in (mine.x, mine.gate_up, mine.down))
+        for each in weights:
+            each.main_grad = torch.zeros(each.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        y = grouped_swiglu_parallel(
+            x, *weights, routing, mine.gates, recipe="mxfp8", overlap=overlap, token_dim=0, group=world()
+        )
+        torch.autograd.grad(y.float().sum(), x)
+        found[overlap] = not any(each.main_grad.any() for each in weights)  # pyright: ignore[reportAttributeAccessIssue]
+    return found
+
+
 def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh that divides experts, and cuts them if it has two dimensions."""
     return init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp")[: len(shape)])
@@ -111,14 +236,16 @@ def divided(mesh: DeviceMesh, dispatcher: Dispatcher, *, bias: bool = False) -> 
     for overlap in ("off", "on"):
         moe = expert_parallel_(copy.deepcopy(whole), mesh, dispatcher, overlap=overlap)  # pyright: ignore[reportArgumentType]
         leaf, gates = (each.clone().requires_grad_() for each in (mine[0], mine[2]))
-        y = moe.experts(leaf, bs.sort_by_expert(mine[3], experts), gates)
-        y.backward(mine[1])
+        with moved() as link:
+            y = moe.experts(leaf, bs.sort_by_expert(mine[3], experts), gates)
+            y.backward(mine[1])
         assert leaf.grad is not None
         assert gates.grad is not None
         results[overlap] = {"y": y.detach(), "x": leaf.grad, "gates": gates.grad}
         for name, each in moe.experts.named_parameters():
             own: Any = each.grad
             results[overlap][name] = own.to_local()
+        assert (len(link.gathers), link.sums) == ((2, 2) if overlap == "on" else (0, 0))
     return compare(results["on"], results["off"])
 
 
@@ -141,13 +268,17 @@ def trained(mesh: DeviceMesh | None) -> dict[str, Any]:
             expert_parallel_(model, mesh, **options)
         optimizer, losses[overlap] = torch.optim.SGD(model.experts.parameters(), lr=0.5), []
         before = own_weights(model)
-        for step in range(4):
-            inputs = x + step / 4
-            loss = (inputs + model(inputs) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[overlap].append(loss.item())
+        with moved() as link:
+            for step in range(4):
+                inputs = x + step / 4
+                loss = (inputs + model(inputs) - target).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[overlap].append(loss.item())
+        # experts, and the shared one that is cut with them: x and dy, y; no gradient of x is needed
+        calls = 0 if overlap == "off" else 2 if mesh is None or mesh.ndim == 2 else 1
+        assert (len(link.gathers), link.sums) == (8 * calls, 4 * calls), (link.gathers, link.sums)
         weights += [before, own_weights(model)]
     start, plain, _, found = weights
     return losses | {"moved": relative(plain, start), "apart": relative(found, plain)}
@@ -241,6 +372,14 @@ def refused() -> dict[str, str]:
         "weight": lambda: all_gather_grouped_mm(x, w[:1], routing=routing, **options),
         "mixed": lambda: all_gather_grouped_mm(bs.quantize(x, "mxfp8_e4m3"), w, routing=routing, **options),
         "none": lambda: all_gather_grouped_mm(x, routing=routing, **options),
+        "list": lambda: all_gather_grouped_mm(x, w, routing=routing, experts=[0, 1], **options),  # pyright: ignore[reportArgumentType]
+        "bias": lambda: all_gather_grouped_mm(x, w, routing=routing, biases=[torch.ones(2 * ranks, 31)], **options),
+        "matrix": lambda: all_gather_grouped_mm(
+            bs.quantize(x, "mxfp8_e4m3", scale_layout="plain"),
+            bs.quantize(w[0], "mxfp8_e4m3", scale_layout="plain"),
+            routing=routing,
+            **options,
+        ),
     }
     mine = x if dist.get_rank() else x[:3]
     other = bs.sort_by_expert(torch.zeros(len(mine), 1, dtype=torch.int64), 2 * ranks)
@@ -287,6 +426,9 @@ def cases(ranks: int) -> Iterator[Case]:
     yield "experts mxfp8 low", here(experts, "mxfp8", batch, payload="low", bias=True)
     yield "experts bf16", here(experts, "bf16", batch, bias=True, hot=True)
     yield "partial", partial
+    yield "guarded", guarded
+    yield "events", events
+    yield "main_grad", main_grads
     yield "divided", lambda: divided(mesh_of(2), AllToAll())
     yield "divided low", lambda: divided(mesh_of(2), AllToAll("low"))
     yield "trained experts", lambda: trained(None)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.linear import accumulates_grad, main_grad_of, output_dtype
+from ..autograd.dtensor import DTensor, unchanged_until_backward
+from ..autograd.linear import accumulates_grad, check_weight_operands, main_grad_of, output_dtype
 from ..autograd.linear_plan import dgrad, fprop, wgrad
 from ..autograd.mlp import swiglu
 from ..autograd.mlp_plan import MLPSaved, Weights, swiglu_bias_gradient
@@ -46,6 +47,7 @@ from . import underflows
 from .agreement import check_same_call
 from .collectives import reduce_scatter, wait
 from .divided_experts import LowCall, check_fused
+from .expert_plan import check_low
 from .overlap.expert_rows import ExpertRows, PlacedRows, RowsOfTokens, multiply_rows
 from .overlap.expert_sharing import ExpertSharing, experts_of
 from .wire import cast_rows
@@ -69,17 +71,22 @@ def all_gather_experts(
     """
     weights, biases, recipe, _ = call
     check_recipe(recipe)
+    if low:
+        check_low(recipe)
+    for pair, weight in zip(call.operands, weights, strict=True):
+        if pair is not None:
+            check_weight_operands(pair, weight)
     first = needed_grads(x, weights[0], biases[0])
     needs = first, needed_grads(x, weights[1], biases[1])._replace(x=any(first))
     wanted = torch.is_grad_enabled() and gate_weights.requires_grad
     shapes = tuple(x.shape), tuple(gate_weights.shape), routing.experts, *(tuple(each.shape) for each in weights)
     facts = *shapes, x.dtype, gate_weights.dtype, recipe.name, low, sharing.link is None, wanted, *needs[0], *needs[1]
-    check_same_call(sharing.ranks, x.device, "experts that take the tokens of all ranks", *facts)
+    check_same_call(sharing.ranks, x.device, 'experts with overlap="on"', *facts)
     plan = AllGatherExpertsPlan(recipe, needs, output_dtype(x), sharing, low)
     main_grads = main_grad_of(weights[0]), main_grad_of(weights[1])
-    args = matrix(x), gate_weights, *weights, *biases, *main_grads, routing, call.operands, plan
+    args = x, gate_weights, *weights, *biases, *main_grads, routing, call.operands, plan
     y: Any = AllGatherExperts.apply(*args)
-    return y.view(*x.shape[:-1], y.shape[1])
+    return y
 
 
 def layer_by_all_gather(
@@ -92,7 +99,10 @@ def layer_by_all_gather(
     (weight, bias), (other_weight, other_bias) = first.own_parameters(), second.own_parameters()
     operands = first.call_state()[1], second.call_state()[1]
     call = LowCall((weight, other_weight), (bias, other_bias), first.recipe_now, operands)
-    return all_gather_experts(x, routing, gate_weights, call, sharing, low=low)
+    shards = [each for each in layer.parameters() if isinstance(each, DTensor)]
+    watched = unchanged_until_backward(x, *shards)  # not the result: it would be a view, which nothing may change
+    y = all_gather_experts(watched, routing, gate_weights, call, sharing, low=low)
+    return y if watched is not x else unchanged_until_backward(y, *shards)
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -356,15 +366,15 @@ class AllGatherExperts(torch.autograd.Function):
     ) -> Tensor:
         weights: Weights = gate_up_weight, down_weight
         biases = gate_up_bias, down_bias
-        y, saved = plan.forward(x, gate_weights, routing, LowCall(weights, biases, plan.recipe, operands))
+        y, saved = plan.forward(matrix(x), gate_weights, routing, LowCall(weights, biases, plan.recipe, operands))
         if any(ctx.needs_input_grad):
             saved._replace(y=saved.y if ctx.needs_input_grad[1] else None).save(ctx)
         # not saved: other backward passes may accumulate into them before this one
         ctx.main_grads = gate_up_main, down_main
-        ctx.plan, ctx.dtype = plan, x.dtype
+        ctx.plan, ctx.dtype, ctx.shape = plan, x.dtype, x.shape
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.set_materialize_grads(False)
-        return y
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])  # no view, so it may be changed in place
 
     @staticmethod
     @no_double_backward
@@ -381,4 +391,5 @@ class AllGatherExperts(torch.autograd.Function):
         db, other_db = (
             None if total is None else total.to(dtype) for total, dtype in zip(totals, ctx.bias_dtypes, strict=True)
         )
+        dx = None if dx is None else dx.view(ctx.shape)
         return dx, dgates, dw, other_dw, db, other_db, *(None,) * 5

@@ -135,8 +135,7 @@ class ParallelExperts(DividedExperts, GroupedExperts):
             )
         link = link_for("on", x, self.everyone)
         sharing = ExpertSharing(self.everyone, Tokens(1, x.shape[0]), self.place.span(), link)
-        y = layer_by_all_gather(self, x, routed, gate_weights, sharing, low=self.dispatcher.payload == "low")
-        return self._watch(y)
+        return layer_by_all_gather(self, x, routed, gate_weights, sharing, low=self.dispatcher.payload == "low")
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """The result for tokens x [T, dim].  messages: of tokens that were cast already, else None. Collective."""

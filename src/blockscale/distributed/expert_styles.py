@@ -88,8 +88,7 @@ class TensorParallelExperts(GroupedExperts):
         everyone, all_tokens, mine = self.sharers(tokens)
         if (link := link_for(overlap, x, everyone)) is not None:
             sharing = ExpertSharing(everyone, all_tokens, mine, link)
-            y = layer_by_all_gather(self, x, routed, gate_weights, sharing, low=payload == "low")
-            return unchanged_until_backward(y, first.weight, second.weight)
+            return layer_by_all_gather(self, x, routed, gate_weights, sharing, low=payload == "low")
         recipe = None
         if payload == "low":
             check_low(first.recipe)

@@ -142,7 +142,7 @@ class SharedArena:
 def refuse_other_call(rank: int, source: int, call: int) -> NoReturn:
     """Raise the error of ranks whose digests of a call differ."""
     refuse(
-        f"ranks {rank} and {source} of a group with other sizes in overlapped call {call}",
+        f"ranks {rank} and {source} of a group with different layers or sizes in overlapped call {call}",
         rule="the ranks of a group make the same calls in the same order, backward passes included",
         fix="call backward in the same order on all ranks, and pad tokens to the longest",
         error=ShardingError,

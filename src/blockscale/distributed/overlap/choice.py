@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import ShardingError, check_name, refuse
 from ..collectives import Ranks
-from .link import Link
+from .link import LayerLink, Link
 
 Overlap = Literal["auto", "on", "off"]
 OVERLAPS: tuple[Overlap, ...] = ("auto", "on", "off")
@@ -19,8 +19,8 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "on", "off")
 _ORDERED = ("x86_64", "AMD64")
 
 
-def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> Link | None:
-    """The link that a call uses, or None for a collective before or after the product.
+def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> LayerLink | None:
+    """The link that a layer's call uses, or None for a collective before or after the product.
 
     overlap: "on" raises if the call cannot overlap; "auto" overlaps where the model promises a gain, which on CPU ranks
     is never, and on GPUs not before it has been measured. All ranks pass the same and decide alike.
@@ -31,7 +31,7 @@ def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> Link | None:
     why = reason_against(x.device, ranks)
     if why is not None:
         refuse(f'overlap="on" for {why[0]}', rule=why[1], fix=f'{why[2]}, or pass overlap="auto"', error=ShardingError)
-    return Link.of(ranks, x.device)
+    return Link.of(ranks, x.device).layer()
 
 
 def reason_against(device: torch.device, ranks: Ranks) -> tuple[str, str, str] | None:

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...autograd.grouped import check_combined
+from ...autograd.linear import check_unquantized
 from ...autograd.linear_plan import fprop
 from ...errors import ShapeError, ShardingError, refuse
 from ...formats.cast_spec import CastPlan
+from ...formats.checks import in_words
 from ...formats.tensor import BlockScaled
 from ...gemm.ops import check_bias, check_output
 from ...grouped import Routing, check_grouped
@@ -86,6 +88,8 @@ def all_gather_grouped_mm(
         )
     check_combined(gate_weights, routing)
     mine = range(routing.experts) if experts is None else experts
+    if not isinstance(mine, range):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(f"experts={in_words(mine)}", "a rank has experts in order", f"pass a part of range({routing.experts})")
     if not mine or mine.step != 1 or mine.start < 0 or mine.stop > routing.experts:
         refuse(
             f"experts={mine} of {routing.experts}",
@@ -96,9 +100,7 @@ def all_gather_grouped_mm(
     if not weights or len(biases) != len(weights):
         refuse(f"{len(biases)} biases for {len(weights)} weights", "tokens are gathered for weights", "pass both")
     for weight, bias in zip(weights, biases, strict=True):
-        _check_weight(a, weight, len(mine), a.shape[1])
-        if isinstance(weight, BlockScaled):
-            check_bias(bias, tuple(weight.shape[:2]), a.device)
+        _check_weight(a, weight, bias, len(mine), a.shape[1])
     facts = tuple(a.shape), routing.experts, gate_weights.shape[1], gate_weights.dtype, _kind(a), overlap
     check_same_call(ranks, a.device, "all_gather_grouped_mm", *facts)
     if isinstance(a, BlockScaled):
@@ -139,9 +141,7 @@ def grouped_mm_reduce_scatter(
             fix="pass rows made from what all_gather_grouped_mm returned",
             error=ShapeError,
         )
-    _check_weight(a, weight, routing.experts, a.shape[1])
-    if isinstance(weight, BlockScaled):
-        check_bias(bias, tuple(weight.shape[:2]), a.device)
+    _check_weight(a, weight, bias, routing.experts, a.shape[1])
     facts = tuple(a.shape), weight.shape[1], _kind(a), out_dtype, overlap
     check_same_call(ranks, a.device, "grouped_mm_reduce_scatter", *facts)
     of = Tokens(1, tokens // ranks.size)
@@ -222,13 +222,11 @@ def _kind(a: Matrix) -> object:
     return (a.format, a.scale_layout) if isinstance(a, BlockScaled) else a.dtype
 
 
-def _check_weight(a: Matrix, weight: Matrix, experts: int, features: int) -> None:
-    """Raise unless rows times a weight [E, N, K] is a product."""
+def _check_weight(a: Matrix, weight: Matrix, bias: Tensor | None, experts: int, features: int) -> None:
+    """Raise unless rows times a weight [E, N, K], plus a bias [E, N], is a product."""
     if isinstance(a, BlockScaled) != isinstance(weight, BlockScaled):
         kinds = ["an operand" if isinstance(each, BlockScaled) else "a tensor" for each in (a, weight)]
         refuse(" times ".join(kinds), rule="both are operands or both tensors", fix="cast the other one")
-    if isinstance(a, BlockScaled) and isinstance(weight, BlockScaled):
-        check_grouped(a, weight, torch.zeros(weight.shape[0], dtype=torch.int32, device=a.device))
     if len(weight.shape) != 3 or weight.shape[0] != experts or weight.shape[2] != features:
         refuse(
             f"weight {tuple(weight.shape)} for {experts} experts of {features} features",
@@ -236,3 +234,8 @@ def _check_weight(a: Matrix, weight: Matrix, experts: int, features: int) -> Non
             fix="pass this rank's experts",
             error=ShapeError,
         )
+    if isinstance(a, BlockScaled) and isinstance(weight, BlockScaled):
+        check_grouped(a, weight, torch.zeros(experts, dtype=torch.int32, device=a.device))
+        check_bias(bias, tuple(weight.shape[:2]), a.device)
+    elif isinstance(a, Tensor) and isinstance(weight, Tensor):
+        check_unquantized(a, weight, bias)

@@ -28,7 +28,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ class Link:
         self._group, self.rank, self.ranks = weakref.ref(group), group.rank(), group.size()
         self._transport = transport_of(device)
         self.side, self.poison = self._transport.side, self._transport.poison
-        self.gathers = self.sums = self._taken = 0
+        self.layers = self.gathers = self.sums = self._taken = 0
         self._open: Summation | None = None
         self._arenas: dict[str, Arena] = {}
 
@@ -94,22 +94,27 @@ class Link:
             found = self._arenas[kind] = self._transport.arena(self._alive(), room, call)
         return found
 
-    def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> Gathering:
+    def layer(self) -> LayerLink:
+        """The link for one call of a layer, forward and backward. Calls count alike on all ranks."""
+        self.layers += 1
+        return LayerLink(self, self.layers)
+
+    def gather(self, pieces: Sequence[Tensor], runs: int = 1, layer: int = 0) -> Gathering:
         """Start to gather tensors [rows, N] of this rank, equal in shape on all ranks.  runs: of a rank's rows, between
-        which those of the others lie."""
+        which those of the others lie.  layer: number of the layer's call, equal on all ranks."""
         self._transport.begin(self._alive())
         if self._taken != self.gathers:  # an error has left rows of the gather before, or they are taken later
             self.side.join(self.side.run(lambda: None))
         self.gathers += 1
-        return Gathering(self, [piece.contiguous() for piece in pieces], runs, self.gathers)
+        return Gathering(self, [piece.contiguous() for piece in pieces], runs, self.gathers, layer)
 
-    def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> Summation:
+    def sum(self, shape: tuple[int, int], dtype: torch.dtype, layer: int = 0) -> Summation:
         """Start a sum over ranks of rows [rows, N] for each rank."""
         if self._open is not None:
             self._open.give_up()
         self._transport.begin(self._alive())
         self.sums += 1
-        self._open = Summation(self, shape, dtype, self.sums)
+        self._open = Summation(self, shape, dtype, self.sums, layer)
         return self._open
 
     def close(self, ended: Gathering | Summation) -> None:
@@ -120,14 +125,35 @@ class Link:
             self._open = None
 
 
+class LayerLink(NamedTuple):
+    """A link for one call of a layer. Its number is part of what ranks compare: backward passes in another order raise,
+    also of layers with equal shapes.  number: of the call, in the order of forward passes."""
+
+    link: Link
+    number: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.link.ranks
+
+    def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> Gathering:
+        """As `Link.gather`."""
+        return self.link.gather(pieces, runs, self.number)
+
+    def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> Summation:
+        """As `Link.sum`."""
+        return self.link.sum(shape, dtype, self.number)
+
+
 class Gathering:
     """A gather in progress.  whole: tensors [ranks * rows, N], whose rows of a rank are there once it has arrived."""
 
-    def __init__(self, link: Link, pieces: list[Tensor], runs: int, call: int) -> None:
+    def __init__(self, link: Link, pieces: list[Tensor], runs: int, call: int, layer: int) -> None:
         self.link, self.runs, self.call, self.rows = link, runs, call, pieces[0].shape[0]
         self._sizes = [piece.numel() * piece.element_size() for piece in pieces]
         self._arena = link.arena("gather", sum(self._sizes), call)
-        self._digest = digest_of(("gather", call, runs, *(tuple(piece.shape) for piece in pieces), *self._sizes))
+        self._digest = digest_of(("gather", call, layer, runs, *(tuple(piece.shape) for piece in pieces), *self._sizes))
         self.whole = [empty((link.ranks * self.rows, *piece.shape[1:]), piece.dtype, piece.device) for piece in pieces]
         for piece, staged in zip(pieces, self._slot(link.rank), strict=True):
             staged.copy_(piece.view(torch.uint8).flatten())
@@ -176,11 +202,11 @@ class Gathering:
 class Summation:
     """A sum over ranks in progress: `push` for every rank in the order of `destinations`, then `finish`."""
 
-    def __init__(self, link: Link, shape: tuple[int, int], dtype: torch.dtype, call: int) -> None:
+    def __init__(self, link: Link, shape: tuple[int, int], dtype: torch.dtype, call: int, layer: int) -> None:
         self.link, self.shape, self.dtype, self.call = link, shape, dtype, call
         self._size = shape[0] * shape[1] * dtype.itemsize
         self._arena = link.arena("sum", link.ranks * self._size, call)
-        self._digest = digest_of(("sum", call, shape, dtype))
+        self._digest = digest_of(("sum", call, layer, shape, dtype))
         self._own: Tensor | None = None
         self._copies: list[Any] = []
         self._sent: set[int] = set()

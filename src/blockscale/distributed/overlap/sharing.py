@@ -20,8 +20,7 @@ from ..collectives import (
     reduce_scatter,
     wait,
 )
-from .link import Link
-from .products import PendingRows, Times, sum_of_products
+from .products import PendingRows, RowsLink, Times, sum_of_products
 
 
 class Sharing(NamedTuple):
@@ -32,7 +31,7 @@ class Sharing(NamedTuple):
     ranks: Ranks
     tokens: Tokens
     requantizes: bool
-    link: Link | None = None
+    link: RowsLink | None = None
 
     def gather(self, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, *, along: bool = False) -> Pending:
         """Start to gather an operand, or without one the values of x in this dtype.  along: of columns."""
