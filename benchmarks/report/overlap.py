@@ -7,7 +7,7 @@ so they have lines or columns of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from blockscale.bench.overlaps import ONE
@@ -79,7 +79,7 @@ def dense_table(rows: Sequence[Row]) -> str:
             times = _measured(rows, Named(op, (m, n, k), 8, 1, 1, 1), payload)
             command = f"`blockscale bench overlap --op {op} --payload {payload}`"
             lines.append([f"{title}, ours {name}", MEASURED_ON, *times, command])
-    return _with_provenance(rows, table(head, lines))
+    return _with_provenance(rows, OPERATIONS, table(head, lines))
 
 
 def experts_table(rows: Sequence[Row]) -> str:
@@ -109,10 +109,11 @@ def experts_table(rows: Sequence[Row]) -> str:
             lines.append([label, gpus, *theirs, *ours, f"`blockscale roofline overlap {options}{on}`"])
         times = [cell for payload in PAYLOADS for cell in _measured(rows, case, payload)]
         if any(cell not in ("-", NOT_MEASURED) for cell in times):
-            lines.append([label, MEASURED_ON, "-", "-", *times, f"`blockscale bench overlap {options}`"])
+            command = f"`blockscale bench overlap {options} --payload {','.join(PAYLOADS)}`"
+            lines.append([label, MEASURED_ON, "-", "-", *times, command])
     if not any(line[1] == MEASURED_ON for line in lines):
         lines.append(["all", MEASURED_ON, "-", "-", *["-", "-", NOT_MEASURED] * len(PAYLOADS), "-"])
-    return table(head, lines)
+    return _with_provenance(rows, LAYERS, table(head, lines))
 
 
 def models_table(rows: Sequence[Row]) -> str:
@@ -169,7 +170,11 @@ def _measured(rows: Sequence[Row], case: Named, payload: str) -> list[str]:
     mine = [
         (row.us, row.peers[ONE]["us"])
         for row in rows
-        if row.suite == SUITE and row.format == payload and named(row.case) == case and row.us is not None
+        if row.suite == SUITE
+        and row.format == payload
+        and named(row.case) == case
+        and row.us is not None
+        and "us" in row.peers.get(ONE, {})
     ]
     if not mine:
         return ["-", "-", NOT_MEASURED]
@@ -177,6 +182,6 @@ def _measured(rows: Sequence[Row], case: Named, payload: str) -> list[str]:
     return [f"{each / 1e3:.3f}" for each in (product, total - product, total)]
 
 
-def _with_provenance(rows: Sequence[Row], text: str) -> str:
-    mine = [row for row in rows if row.suite == SUITE]
+def _with_provenance(rows: Sequence[Row], ops: Iterable[Operation], text: str) -> str:
+    mine = [row for row in rows if row.suite == SUITE and row.group in {*ops}]
     return f"{text}\n\nMeasured: {provenance(mine)}" if mine else text

@@ -14,22 +14,28 @@ import torch
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
-from blockscale.bench import harness, overlaps, store, timing
+from blockscale.bench import expert_overlaps, harness, overlaps, store, timing
 from blockscale.bench.suites import overlap as suite
 from blockscale.bench.virtual_link import LateCopies, ReadyLink, VirtualGathering, VirtualLink, VirtualSummation
 from blockscale.cli.main import main
 from blockscale.distributed.collectives import Tokens
+from blockscale.distributed.overlap import expert_ops
+from blockscale.distributed.overlap.expert_rows import RowsOfTokens, multiply_rows
 from blockscale.distributed.overlap.products import PendingRows, Times, sum_of_products
 from blockscale.roofline import overlap_gain
 
 CPU = torch.device("cpu")
 RANKS = 4
 OPS = ("all_gather_mm", "mm_reduce_scatter")
+MIXED = ("all_gather_grouped_mm", "grouped_mm_reduce_scatter")
 
 
 def problem(op: Any = "all_gather_mm", **changed: Any) -> suite.Problem:
-    sizes = (32, 128 * RANKS, 256) if op == "all_gather_mm" else (32, 256, 128 * RANKS)
-    return suite.Problem(op, *sizes, **{"tp": RANKS, "payload": "bf16"} | changed)
+    """A problem of four ranks; one of experts has 2 x 2 of them."""
+    divided: dict[str, Any] = {"tp": 2, "ep": 2, "experts": 6, "topk": 2} if op in MIXED else {"tp": RANKS}
+    cut = 128 * divided["tp"]
+    sizes = (32, cut, 256) if op.startswith("all_gather") else (32, 256, cut)
+    return suite.Problem(op, *sizes, **divided | {"payload": "bf16"} | changed)
 
 
 def share(op: Any = "all_gather_mm", **changed: Any) -> overlaps.Share:
@@ -126,9 +132,10 @@ def test_groups_of_ranks_share_products(rank: int, groups: tuple[int, ...], gath
 
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2", "mxfp8"])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("rank", "groups"), [(0, ()), (3, (1, 1, 2))])
+@pytest.mark.parametrize("op", OPS + MIXED)
+@pytest.mark.parametrize(("rank", "groups"), [(0, ()), (3, (1, 1, 2)), (2, (1, 3))])
 def test_right_operations_pass(op: str, payload: str, rank: int, groups: tuple[int, ...]) -> None:
+    """Of rank 2, rows of 3, 0, 1 share a chunk: they wrap around."""
     verdict = share(op, payload=payload, rank=rank, groups=groups).check()
     assert (verdict.wrong_bytes, verdict.problem) == (0, "")
     assert verdict.sqnr_db is not None
@@ -178,6 +185,8 @@ def send_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, list[Callable[[pytest.MonkeyPatch], None]]] = {
     "all_gather_mm": [corrupt, do_not_wait],
     "mm_reduce_scatter": [do_not_wait_for_parts, send_nothing, send_elsewhere],
+    "all_gather_grouped_mm": [corrupt, do_not_wait],
+    "grouped_mm_reduce_scatter": [do_not_wait_for_parts, send_nothing, send_elsewhere],
 }
 
 
@@ -205,32 +214,97 @@ def test_a_corrupted_copy_fails_the_bench(
     assert row.peers == {}
 
 
-def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = share()
-    exact = overlaps.exact_rows
-    monkeypatch.setattr(overlaps, "exact_rows", lambda *given: 1.1 * exact(*given))
+@pytest.mark.parametrize("op", OPS + MIXED)
+def test_a_wrong_product_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = share(op)
+    exact = made.exact
+    monkeypatch.setattr(type(made), "exact", lambda self, some: 1.1 * exact(some))
     assert made.check().problem.startswith("the product is 2")
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "groups", "arriving", "leaving"),
+    [
+        (0, (), [(0, 8), (8, 16), (16, 24), (24, 32)], [(8, 16), (16, 24), (24, 32), (0, 8)]),
+        (0, (1, 3), [(0, 8), (8, 32)], [(8, 32), (0, 8)]),
+        (2, (1, 3), [(16, 24), (0, 16), (24, 32)], [(0, 16), (24, 32), (16, 24)]),  # wraps around
+        (3, (4,), [(0, 32)], [(0, 32)]),
+    ],
+)
+def test_experts_of_adjacent_ranks_share_products(
+    rank: int, groups: tuple[int, ...], arriving: list[Any], leaving: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+
+    def watched(a: Any, weight: Any, at: RowsOfTokens, *rest: Any) -> None:
+        found.append((at.tokens.start, at.tokens.stop))
+        multiply_rows(a, weight, at, *rest)
+
+    monkeypatch.setattr(expert_ops, "multiply_rows", watched)
+    for op, spans in zip(MIXED, (arriving, leaving), strict=True):
+        found.clear()
+        share(op, rank=rank, groups=groups).overlapped()
+        assert found == spans
+
+
+def test_tokens_go_to_different_experts_and_each_slot_to_one_group_of_ranks() -> None:
+    m, experts, topk = 512, 8, 3
+    loads = list[int]()
+    for rank in range(4):
+        rows, gates = expert_overlaps.route_tokens(m, experts, topk, (2, 2), rank, CPU)
+        torch.testing.assert_close(gates.sum(1), torch.ones(m))
+        tokens, _ = rows.routing.permutation
+        ends = rows.routing.offs.tolist()
+        for start, end in itertools.pairwise([0, *ends]):
+            assert len({*tokens[start:end].tolist()}) == end - start
+        if rank % 2 == 0:  # TP ranks have the same experts
+            loads += rows.routing.load().tolist()
+        else:
+            assert rows.routing.load().tolist() == loads[-len(ends) :]
+    assert sum(loads) == m * topk
+    mean = m * topk / experts
+    assert all(0.8 * mean < load < 1.2 * mean for load in loads)
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2"])
+@pytest.mark.parametrize("op", MIXED)
+def test_contenders_of_experts_have_one_result(op: str, payload: str) -> None:
+    """Copies before or after one product, and an input set with another weight."""
+    first: Any = share(op, payload=payload, rank=1)
+    near = {"rtol": 0.02, "atol": 0.1} if payload == "bf16" else {"rtol": 0.0, "atol": 0.0}  # sums of torch differ
+    torch.testing.assert_close(first.serial(), first.overlapped(), **near)
+    torch.testing.assert_close(first.permuted(), first.all_chunks(), **near)
+    case = suite.case(problem(op, payload=payload, rank=1), "")
+    assert case.another is not None
+    (second,) = case.another(first)
+    assert second.check().wrong_bytes == 0
+    assert not torch.equal(first.product(), second.product())
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + MIXED)
 def test_rows_have_all_times_and_figures(op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "overlap.jsonl"
-    words = f"--op {op} --device cpu --tp 4 --payload bf16 --quick --tokens 4,32 --json {path}"
+    path, divided = tmp_path / "overlap.jsonl", "--tp 2 --ep 2" if op in MIXED else "--tp 4"
+    words = f"--op {op} --device cpu {divided} --payload bf16 --quick --tokens 4,32 --json {path}"
     assert main(["bench", "overlap", *words.split()]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "a dry run with copies of the CPU" in text
     assert "attained" in text
     rows = store.read(path)
-    sizes = [(4, 512, 256), (32, 512, 256)] if op == OPS[0] else [(4, 256, 512), (32, 256, 512)]
-    assert [tuple(row.shape) for row in rows] == sizes
+    cut = 256 if op in MIXED else 512
+    sizes = (cut, 256) if op.startswith("all_gather") else (256, cut)
+    assert [tuple(row.shape) for row in rows] == [(4, *sizes), (32, *sizes)]
     for row in rows:
         assert (row.suite, row.group, row.format, row.backend) == ("overlap", op, "bf16", "torch")
         assert row.us is not None
         assert {*row.peers} == {
             overlaps.ONE, overlaps.CHUNKED, overlaps.COPIES, overlaps.SERIAL, overlaps.BESIDE, overlaps.AUTO,
+            *([overlaps.PERMUTED] if op in MIXED else []),
         }  # fmt: skip
         assert all(cell["us"] > 0 for cell in row.peers.values())
         us = {name: cell["us"] for name, cell in row.peers.items()} | {overlaps.OURS: row.us}
@@ -241,7 +315,7 @@ def test_rows_have_all_times_and_figures(op: str, tmp_path: Path, capsys: pytest
         assert row.details["modelled_us"] > 0
         found = suite.named(row.case)
         assert found is not None
-        assert found == (op, tuple(row.shape), 4, 1, 1, 1)
+        assert found == (op, tuple(row.shape), *((2, 2, 8, 2) if op in MIXED else (4, 1, 1, 1)))
 
 
 def test_chunks_and_method_are_in_the_name() -> None:
@@ -259,23 +333,26 @@ def test_chunks_and_method_are_in_the_name() -> None:
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8, 1, 1.5, 2])
 @pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2", "mxfp8"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + MIXED)
 def test_sizes_of_a_ratio_have_it_by_the_model(op: Any, payload: str, ratio: float) -> None:
-    first = suite.Problem(op, 8192, 12288, 12288, 8, payload)
+    mixture = {"ep": 2, "experts": 8, "topk": 2} if op in MIXED else {}
+    first = suite.Problem(op, 8192, 12288, 12288, 4 if mixture else 8, payload, **mixture)
     machine = suite.virtual_machine(op, "NVIDIA H200")
     found = suite.at_ratio(first, ratio, machine)
     suite.check(found)
-    gain = overlap_gain(op, found.m, found.n, found.k, tp=8, machine=machine, payload=payload)
-    assert gain.communication / gain.product == pytest.approx(ratio, rel=0.05)
+    gain = overlap_gain(op, found.m, found.n, found.k, **found.divided, machine=machine, payload=payload)
+    assert gain.communication / gain.product == pytest.approx(ratio, rel=0.06)
     assert gain.product > 0.4e-3
-    unchanged = (found.m, found.k) == (8192, 12288) if op == OPS[0] else (found.m, found.n) == (8192, 12288)
-    assert unchanged
+    kept = (found.m, found.k) if op.startswith("all_gather") else (found.m, found.n)
+    assert kept == (8192, 12288)
 
 
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        ("--op all_gather_grouped_mm", "bench overlap of all_gather_grouped_mm", "name one of them"),
+        ("--op all_gather_grouped_mm --experts 6 --ep 4", "experts=6 on 4 ranks", "pass a multiple of 4"),
+        ("--op all_gather_grouped_mm --experts 4 --topk 5", "topk=5 of 4 experts", "pass 1 to 4"),
+        ("--ep 2", "--ep 2 with all_gather_mm", "leave --ep out"),
         ("--op nonsense", "invalid choice 'nonsense'", "pass such a value"),
         ("--experts 8", "--experts 8 with all_gather_mm", "leave --experts out"),
         ("--ratio 0", "--ratio 0", "pass 0.25 to 2"),
@@ -301,17 +378,18 @@ def test_mistakes_are_explained(words: str, what: str, fix: str, capsys: pytest.
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("payload", ["bf16", "fp8_blockwise_pow2"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + MIXED)
 def test_rows_on_a_gpu(op: Any, payload: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device, budget = torch.device("cuda"), harness.Budget(rounds=2, seconds=1e-3)
-    sizes = (1024, 4096, 1024) if op == "all_gather_mm" else (1024, 1024, 4096)
-    made = suite.Problem(op, *sizes, RANKS, payload, groups=(1, 3), captured=captured)
+    sizes = (1024, 4096, 1024) if op.startswith("all_gather") else (1024, 1024, 4096)
+    divided = {"tp": 2, "ep": 2, "experts": 8, "topk": 2} if op in MIXED else {"tp": RANKS}
+    made = suite.Problem(op, *sizes, **divided, payload=payload, groups=(1, 3), captured=captured)
     case, where = suite.case(made, torch.cuda.get_device_name()), store.where(device, "0.1.0", "test")
     row = harness.run_case(case, "overlap", device, where, budget, timing.Telemetry())
     assert row.fault == ""
     assert row.method == ("graph" if captured else "events")
-    assert {*row.peers} == {*overlaps.contenders()}
+    assert {*row.peers} == {*overlaps.contenders(permutes=op in MIXED)}
     assert not [cell for cell in row.peers.values() if "note" in cell]
-    if op == "all_gather_mm":
+    if op.startswith("all_gather"):
         corrupt(monkeypatch)
         assert harness.run_case(case, "overlap", device, where, budget, timing.Telemetry()).wrong_bytes > 0

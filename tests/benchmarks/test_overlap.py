@@ -87,7 +87,11 @@ def test_measured_rows_take_the_place_of_the_text() -> None:
     wrong = store.Row(**{**vars(rows[0]), "us": None, "wrong_bytes": 5})
     assert overlap.dense_table([wrong]).count("not measured") == 4
     mixture = Problem("all_gather_grouped_mm", 8192, 8192, 8192, 4, "fp8_blockwise_pow2", 2, 32, 4)
-    found = lines(overlap.experts_table([stored(mixture, 700.0, 500.0)]))
+    of_experts = [stored(mixture, 700.0, 500.0), stored(Problem(*_changed(mixture, groups=(1, 3, 4))), 800.0, 510.0)]
+    assert overlap.dense_table(of_experts).count("not measured") == 4
+    assert "Measured" not in overlap.dense_table(of_experts), "rows of the other table"
+    assert "Measured: NVIDIA H200" in overlap.experts_table(of_experts)
+    found = lines(overlap.experts_table([*of_experts, *rows]))
     (line,) = [cells for cells in found if cells[1] == overlap.MEASURED_ON]
     assert line[0] == "layer 0, TP 4 EP 2, E=32 k=4"
     assert line[4:10] == ["-", "-", "not measured", "0.500", "0.200", "0.700"]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import pytest
 import torch
 
 import blockscale as bs
-from blockscale.distributed.collectives import Tokens
-from blockscale.distributed.overlap.expert_rows import ExpertRows, PlacedRows, multiply_rows
+from blockscale.bench.virtual_link import ReadyLink, ReadyParts
+from blockscale.distributed.collectives import Ranks, Tokens
+from blockscale.distributed.overlap.expert_ops import messages_of, multiply_arrivals, sum_combined
+from blockscale.distributed.overlap.expert_rows import ExpertRows, PlacedRows, RowsOfTokens, multiply_rows
+from blockscale.distributed.overlap.expert_sharing import ExpertSharing
+from blockscale.distributed.overlap.link import spans_of
+from blockscale.distributed.overlap.products import PendingSummation
 from blockscale.distributed.wire import cast_rows
 from blockscale.formats.cast_spec import as_cast
+from blockscale.grouped.routing import combine_rows
 from support.helpers import same_operand
 
 CASES = {
@@ -34,7 +43,7 @@ def test_a_rank_has_a_slice_of_each_experts_rows(name: str):
     rows, (sorted_tokens, by_slot) = ExpertRows.of(routing, tokens, ranks), routing.permutation
     seen = torch.zeros(sorted_tokens.shape[0], dtype=torch.int64)
     for rank in range(ranks):
-        runs = rows.of_rank(rank)
+        runs = [*map(rows.of_span, spans_of(rank, ranks, *tokens))]
         assert len(runs) == tokens.outer
         for run in runs:
             assert torch.equal(run.rows, by_slot[run.tokens])
@@ -77,7 +86,7 @@ def test_products_of_each_rank_are_the_product_of_all(name: str, format: str | N
     out = torch.full((sorted_tokens.shape[0], 48), float("nan"), dtype=torch.bfloat16)
     with bs.use_backend(m_grouped="reference"):
         for rank in reversed(range(ranks)):
-            for at in rows.of_rank(rank):
+            for at in map(rows.of_span, spans_of(rank, ranks, *tokens)):
                 placed.place(at, x[at.tokens] if cast is None else cast_rows(x[at.tokens], cast))
                 multiply_rows(placed.operand(), w, at, out)
         whole = torch.empty_like(out)
@@ -88,6 +97,53 @@ def test_products_of_each_rank_are_the_product_of_all(name: str, format: str | N
         assert torch.equal(placed.operand(), x[sorted_tokens.long()])  # pyright: ignore[reportArgumentType]
     else:
         same_operand(placed.operand(), bs.quantize(x[sorted_tokens.long()], bs.CastSpec(format, scale_layout="plain")))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("format", ["fp8_1x128", None])
+def test_groups_of_ranks_have_the_bits_of_all_rows(name: str, rank: int, format: str | None):
+    """Layers 0 and 1 with tokens of several ranks in a product, which may wrap around."""
+    (tokens, ranks, experts, slots), routing = CASES[name], routed(*CASES[name])
+    count = ranks * tokens.outer * tokens.inner
+    rows, gates = ExpertRows.of(routing, tokens, ranks), torch.rand(count, slots)
+    # integers, whose sums are exact: torch's may depend on the number of rows
+    x, weight = (torch.randint(-3, 4, shape).bfloat16() for shape in ((count, 72), (experts, 48, 72)))
+    a, w = (x, weight) if format is None else (quantize(x, format), quantize(weight, format))
+    for groups in ((), (1, ranks - 1), (ranks,)):
+        link = ReadyLink(rank, ranks, [messages_of(a)])
+        sharing = ExpertSharing(Ranks("", rank, ranks), tokens, range(experts), link, groups)
+        (y,), placed = multiply_arrivals(sharing.gather(messages_of(a)), rows, a, [w], [None], torch.bfloat16)
+        (whole,), all_placed = multiply_arrivals(Together(messages_of(a)), rows, a, [w], [None], torch.bfloat16)
+        assert torch.equal(y, whole)
+        assert placed is not None
+        parts = sum_combined(sharing, rows, gates, placed, w, None, torch.bfloat16)
+        assert isinstance(parts, PendingSummation)
+        assert isinstance(parts.summation, ReadyParts)
+        total = combine_rows(whole, rows.all().rows, gates)
+        assert sorted(parts.summation.parts) == [*range(ranks)]
+        for owner, part in parts.summation.parts.items():
+            assert torch.equal(part, torch.cat([total[span] for span in spans_of(owner, ranks, *tokens)]))
+        if isinstance(placed, torch.Tensor):
+            assert torch.equal(placed, all_placed)  # pyright: ignore[reportArgumentType]
+        else:
+            same_operand(placed, all_placed)  # pyright: ignore[reportArgumentType]
+
+
+class Together(NamedTuple):
+    """Tokens that are there."""
+
+    whole: torch.Tensor
+
+    def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
+        yield rows.all()
+
+    def values(self) -> torch.Tensor:
+        return self.whole
+
+
+def quantize(x: torch.Tensor, format: str) -> bs.BlockScaled:
+    return bs.quantize(x, format, scale_layout="plain")
 
 
 def spans(routing: bs.Routing) -> list[tuple[int, int]]:

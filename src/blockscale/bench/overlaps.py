@@ -6,7 +6,7 @@ A `Share` is what one rank has of an operation. Its contenders run the code of t
 
 The check is exact. A copy changes no byte, and a chunk of `overlapped` is the launch of `chunked`, so both have the
 same bytes, whatever arrives first. How many values differ from one launch is a figure of the row; both are compared
-with the exact product on some rows.
+with the exact product on some rows. Shares of experts are in `expert_overlaps.py`.
 """
 
 # pyright: reportPrivateUsage=false
@@ -17,6 +17,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,32 +26,48 @@ from ..autograd.operands import Casts
 from ..autograd.recipe import get_recipe
 from ..distributed.collectives import Tokens
 from ..distributed.overlap.ops import _split, _times
-from ..distributed.overlap.products import PendingRows, Times, sum_of_products, with_rows
+from ..distributed.overlap.products import (
+    GatherInProgress,
+    PendingRows,
+    PendingSummation,
+    RowsLink,
+    Times,
+    sum_of_products,
+    with_rows,
+)
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm
 from ..gemm.ops import gemm_request
+from ..grouped import Routing
 from ..registry import select
 from .gemms import ROWS, gate_db, spread, sqnr_db, take_rows
 from .harness import Args, Budget, Case, Peer, Verdict, count_wrong, failure, random
 from .timing import Slice, prepare
-from .virtual_link import ReadyLink, ReadyParts, VirtualLink, on_host
+from .virtual_link import ReadyLink, ReadyParts, VirtualLink, VirtualSummation, on_host
 
 Operand = BlockScaled | Tensor
 Wait = Callable[[], object]
 # names of the contenders of a row; "blockscale" is the overlapped operation
 OURS, ONE, CHUNKED, COPIES, SERIAL = "blockscale", "one product", "chunks, rows there", "copies", "serial"
-BESIDE, AUTO = "one product beside copies", "auto"
-_DTYPE = torch.bfloat16
-# turns through the input sets of a slice of `beside_copies`, and cycles that the host has to launch copies
+BESIDE, AUTO, PERMUTED = "one product beside copies", "auto", "one product, permuted"
+DTYPE = torch.bfloat16
+# turns through the input sets of a slice of `beside_copies`, and cycles (1 ms) that the host has to launch copies
 _TURNS = 2
-_CYCLES = 500_000
+_CYCLES = 2_000_000
+
+
+class Gathered(NamedTuple):
+    """Result of a gather and its product.  rows: of all ranks, as they have arrived and been placed."""
+
+    result: Tensor
+    rows: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Share(ABC):
     """One rank's share of an operation.
 
-    x: rows of all ranks [M, K of this rank], bf16 or with scales in the product's layout.  weight: [N of this rank, K].
+    x: rows [M, K of this rank], bf16 or with scales in the product's layout.  weight: [N of this rank, K].
     groups: numbers of ranks whose rows share a chunk, in the order of the exchange; after them one by one.
     """
 
@@ -63,23 +80,30 @@ class Share(ABC):
     @functools.cached_property
     def times(self) -> Times:
         """The product of rows with the weight."""
-        return _times(self.weight, None, _DTYPE)
-
-    @property
-    def rows(self) -> int:
-        """Rows of one rank."""
-        return self.x.shape[0] // self.link.ranks
+        return _times(self.weight, None, DTYPE)
 
     @property
     def backend(self) -> str:
         """Backend of the product in one launch."""
         if isinstance(self.x, Tensor) or isinstance(self.weight, Tensor):
             return "torch"
-        return select(gemm_request(self.x, self.weight, _DTYPE, bias=False, accumulate=False)).backend
+        return select(gemm_request(self.x, self.weight, DTYPE, bias=False, accumulate=False)).backend
 
     def product(self) -> Tensor:
         """One product of all rows, which are there."""
         return self.times.product(*_split(self.x), None)
+
+    def whole(self) -> Tensor:
+        """What the chunks make together, by one product."""
+        return self.product()
+
+    def permuted(self) -> Tensor:
+        """One product, with the rows of experts placed before it or combined after it."""
+        return self.whole()
+
+    def exact(self, some: Tensor) -> Tensor:
+        """Some rows of `whole`, exact, fp64."""
+        return exact_rows(self.x, self.weight, some)
 
     def copies(self) -> None:
         """All copies and no product."""
@@ -107,7 +131,7 @@ class Share(ABC):
 
     @abstractmethod
     def all_chunks(self) -> Tensor:
-        """Products of all rows, made in chunks."""
+        """`whole`, made in chunks."""
 
     @abstractmethod
     def wrong_bytes(self) -> int:
@@ -115,19 +139,19 @@ class Share(ABC):
 
     def check(self) -> Verdict:
         """Check the operation; an exception counts as a fault."""
-        some = spread(self.x.shape[0], ROWS, self.link.device)
-        how = f"every byte against the same chunks with all rows there, {len(some)} rows against the exact product"
+        how = f"every byte against the same chunks with all rows there, {ROWS} rows at most against the exact product"
         self.link.poisons = True
         try:
             wrong = self.wrong_bytes()
-            chunks, whole = self.all_chunks(), self.product()
-            exact = exact_rows(self.x, self.weight, some)
+            chunks, whole = self.all_chunks(), self.whole()
+            some = spread(whole.shape[0], ROWS, self.link.device)
+            exact = self.exact(some)
             db = min(sqnr_db(exact, each[some]) for each in (chunks, whole))
         except Exception as error:  # the rest of a long run continues
             return Verdict(0, how, failure(error))
         finally:
             self.link.poisons = False
-        gate = gate_db("", _DTYPE)
+        gate = gate_db("", DTYPE)
         problem = "" if db >= gate else f"the product is {db:.1f} dB from the exact one, less than {gate:.0f}"
         unlike = float((chunks != whole).sum())
         return Verdict(wrong, how, problem, db if db == db else None, {"values_unlike_one_launch": unlike})
@@ -142,24 +166,30 @@ class GatherShare(Share):
         """This rank's rows, with plain scales."""
         return piece_of(self.x, self.link.rank, self.link.ranks)
 
-    def begin(self, link: VirtualLink | ReadyLink) -> PendingRows:
+    def gather(self, link: RowsLink) -> GatherInProgress:
         """Start to gather."""
-        return PendingRows.start(*_split(self.piece), _DTYPE, 1, link)
+        return self._begin(link).gathering
+
+    def multiply(self, link: RowsLink) -> Gathered:
+        """Gather and multiply."""
+        pending = self._begin(link)
+        (result,), *_ = pending.multiply([self.times], self._layout, DTYPE, self.groups)
+        return Gathered(result, pending.gathering.whole)
 
     def overlapped(self) -> Tensor:
-        return self._multiply(self.begin(self.link))
+        return self.multiply(self.link).result
 
     def chunked(self) -> Tensor:
-        return self._multiply(self.begin(self.ready))
+        return self.multiply(self.ready).result
 
     def all_chunks(self) -> Tensor:
         return self.chunked()
 
     def serial(self) -> Tensor:
-        return self.times.product(*self.begin(self.link).wait(self._layout), None)
+        return self.times.product(*self._begin(self.link).wait(self._layout), None)
 
     def start(self) -> Wait:
-        arrivals = self.begin(self.link).gathering.arrivals()
+        arrivals = self.gather(self.link).arrivals()
         return lambda: list(arrivals)
 
     def with_weight(self, weight: Operand) -> GatherShare:
@@ -167,18 +197,15 @@ class GatherShare(Share):
         return replace(self, ready=ready, weight=weight)
 
     def wrong_bytes(self) -> int:
-        self.overlapped().untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
-        pending = self.begin(self.link)
-        result = self._multiply(pending)
-        return count_wrong([result, *pending.gathering.whole], [self.chunked(), *self.ready.whole])
+        poison(self.multiply(self.link))
+        return count_wrong(self.multiply(self.link), self.multiply(self.ready))
+
+    def _begin(self, link: RowsLink) -> PendingRows:
+        return PendingRows.start(*_split(self.piece), DTYPE, 1, link)
 
     @property
     def _layout(self) -> str | None:
         return self.x.scale_layout if isinstance(self.x, BlockScaled) else None
-
-    def _multiply(self, pending: PendingRows) -> Tensor:
-        (result,), *_ = pending.multiply([self.times], self._layout, _DTYPE, self.groups)
-        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,21 +215,21 @@ class SumShare(Share):
     @functools.cached_property
     def parts(self) -> dict[int, Tensor]:
         """Products of the rows of each rank, made in chunks."""
-        made = self._begin(self.ready).summation
+        made = self.begin(self.ready).summation
         assert isinstance(made, ReadyParts)
         return made.parts
 
     def overlapped(self) -> Tensor:
-        return self._begin(self.link).wait()
+        return self.begin(self.link).wait()
 
     def chunked(self) -> Tensor:
-        return self._begin(self.ready).wait()
+        return self.begin(self.ready).wait()
 
     def all_chunks(self) -> Tensor:
         return torch.cat([self.parts[rank] for rank in range(self.link.ranks)])
 
     def serial(self) -> Tensor:
-        return self._push(dict(enumerate(self.product().chunk(self.link.ranks)))).finish()
+        return self._push(dict(enumerate(self.whole().chunk(self.link.ranks)))).finish()
 
     def start(self) -> Wait:
         return self._push(self.parts).wait
@@ -224,14 +251,23 @@ class SumShare(Share):
         left = [sent[owner] for owner in self.link.others()]
         return count_wrong([total, *left], [right, *(self.parts[owner].cpu() for owner in self.link.others())])
 
-    def _begin(self, link: VirtualLink | ReadyLink):
-        return sum_of_products(link, Tokens(1, self.rows), self.times, *_split(self.x), _DTYPE, self.groups)
+    def begin(self, link: RowsLink) -> PendingSummation:
+        """Make the parts of all rows, and start to send them."""
+        tokens = Tokens(1, self.x.shape[0] // self.link.ranks)
+        return sum_of_products(link, tokens, self.times, *_split(self.x), DTYPE, self.groups)
 
-    def _push(self, parts: Mapping[int, Tensor]):
-        summation = self.link.sum((self.rows, self.times.columns), _DTYPE)
+    def _push(self, parts: Mapping[int, Tensor]) -> VirtualSummation:
+        rows, columns = parts[self.link.rank].shape
+        summation = self.link.sum((rows, columns), DTYPE)
         for owner in summation.destinations():
             summation.push(owner, parts[owner])
         return summation
+
+
+def poison(made: Gathered) -> None:
+    """Fill the memory of a result with NaN; the next one takes it."""
+    for each in (made.result, *made.rows):
+        each.untyped_storage().fill_(0xFF)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
@@ -242,10 +278,8 @@ def gather_share(
 ) -> GatherShare:
     """Share of rows [M / ranks, K] that are gathered and multiplied with [n, K].  payload: name of a recipe."""
     x = row_operand(payload, random((m, k), device))
-    shards = [[on_host(each, device) for each in pieces_of(piece_of(x, each, ranks))] for each in range(ranks)]
-    whole = [torch.cat([shard[index] for shard in shards]).to(device) for index in range(len(shards[0]))]
-    link, ready = VirtualLink(rank, ranks, device, shards=shards), ReadyLink(rank, ranks, whole)
-    return GatherShare(link, ready, x, weight_operand(payload, n, k, device), tuple(groups))
+    link, ready = links_of([pieces_of(piece_of(x, each, ranks)) for each in range(ranks)], rank, device)
+    return GatherShare(link, ready, x, weight_operand(payload, (n, k), device), tuple(groups))
 
 
 def sum_share(
@@ -255,18 +289,25 @@ def sum_share(
     x = row_operand(payload, random((m, k), device))
     parts = on_host(random((ranks, m // ranks, n), device), device)
     link, ready = VirtualLink(rank, ranks, device, parts=parts), ReadyLink(rank, ranks)
-    return SumShare(link, ready, x, weight_operand(payload, n, k, device), tuple(groups))
+    return SumShare(link, ready, x, weight_operand(payload, (n, k), device), tuple(groups))
 
 
-def row_operand(payload: str, x: Tensor) -> Operand:
-    """x as a product of that recipe takes it: an operand, or the values."""
-    row, _ = Casts(get_recipe(payload)).input(x, save=False)
+def links_of(pieces: Sequence[Sequence[Tensor]], rank: int, device: torch.device) -> tuple[VirtualLink, ReadyLink]:
+    """Links for a gather of these pieces of each rank: over host memory, and with all rows there."""
+    shards = [[on_host(piece, device) for piece in each] for each in pieces]
+    whole = [torch.cat(of_ranks).to(device) for of_ranks in zip(*pieces, strict=True)]
+    return VirtualLink(rank, len(shards), device, shards=shards), ReadyLink(rank, len(shards), whole)
+
+
+def row_operand(payload: str, x: Tensor, routing: Routing | None = None) -> Operand:
+    """x as a product of that recipe takes it, a grouped one with routing: an operand, or the values."""
+    row, _ = Casts(get_recipe(payload)).routed(routing).input(x, save=False)
     return x if row is None else row
 
 
-def weight_operand(payload: str, n: int, k: int, device: torch.device) -> Operand:
-    """A weight [n, k] of normal values, as a product of that recipe takes it."""
-    weight = random((n, k), device)
+def weight_operand(payload: str, shape: tuple[int, ...], device: torch.device) -> Operand:
+    """A weight [N, K] or [E, N, K] of normal values, as a product of that recipe takes it."""
+    weight = random(shape, device)
     row, _ = Casts(get_recipe(payload)).weight(weight, save=False)
     return weight if row is None else row
 
@@ -284,7 +325,7 @@ def piece_of(x: Operand, rank: int, ranks: int) -> Operand:
 def pieces_of(piece: Operand) -> Sequence[Tensor]:
     """What a rank passes to a gather of its rows."""
     taken = _Taken()
-    PendingRows.start(*_split(piece), _DTYPE, 1, taken)
+    PendingRows.start(*_split(piece), DTYPE, 1, taken)
     return taken.pieces
 
 
@@ -317,14 +358,17 @@ def check_share(case: Case, args: Args) -> Verdict:
     return args[0].check()
 
 
-def contenders(*, overlaps: bool | None = None) -> dict[str, Peer | str]:
-    """Peers of an overlapped operation.  overlaps: what `overlap="auto"` decides for it; None leaves that out."""
+def contenders(*, permutes: bool = False, overlaps: bool | None = None) -> dict[str, Peer | str]:
+    """Peers of an overlapped operation.  permutes: whether its rows are those of experts.  overlaps: what
+    `overlap="auto"` decides for it; None leaves that out."""
     calls: dict[str, Callable[[Share], object]] = {
         ONE: lambda share: share.product(),
         CHUNKED: lambda share: share.chunked(),
         COPIES: lambda share: share.copies(),
         SERIAL: lambda share: share.serial(),
     }
+    if permutes:
+        calls[PERMUTED] = lambda share: share.permuted()
     if overlaps is not None:
         calls[AUTO] = (lambda share: share.overlapped()) if overlaps else (lambda share: share.serial())
     found: dict[str, Peer | str] = {name: Peer(call, compared=False) for name, call in calls.items()}
@@ -337,14 +381,19 @@ def beside_copies(sets: Sequence[Args], device: torch.device, budget: Budget) ->
     shares: list[Share] = [share for (share,) in sets]
     if device.type != "cuda":
         return prepare([share.product for share in shares], device, seconds=budget.seconds)
+    for share in shares:  # what they keep is made before
+        share.product()
+        share.start()()
 
     def start() -> Callable[[], float]:
         events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         alive: list[object] = []
-        for share in shares * _TURNS:
-            # the host launches copies and product meanwhile, so both begin together, on a GPU that is not idle
+        turns = shares * _TURNS
+        for share, before in zip(turns, [turns[-1], *turns], strict=False):
+            # the host launches copies and product meanwhile, so both begin together, on a GPU that is not idle; the
+            # product of another set leaves nothing of this one in L2
             torch.cuda._sleep(_CYCLES)
-            alive.append(share.product())
+            alive.append(before.product())
             wait = share.start()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 SUITE = "overlap"
 # sizes of a dry run on a CPU: rows of each rank, features of each rank, features
 TINY = (8, 128, 256)
+# experts of a mixture, and of a token; and of each EP rank, and of a token in a dry run
+MIXTURE, TINY_MIXTURE = (32, 4), (4, 2)
 # seconds of a slice: a call takes about a millisecond, and the first one finds the device idle
 SECONDS = 0.02
 _TIMES = {
-    "one": "one product", "G'": "one product beside copies", "chunks": "chunks, rows there", "copies": "copies",
-    "serial": "serial", "auto": "auto",
+    "one": "one product", "permuted": "one product, permuted", "G'": "one product beside copies",
+    "chunks": "chunks, rows there", "copies": "copies", "serial": "serial", "auto": "auto",
 }  # fmt: skip
 _FIGURES = {
     "C/G": "copies_over_product", "attained": "attainment", "/serial": "over_serial", "chunks/one": "chunked_over_one",
@@ -59,12 +61,12 @@ def run(
 
     Args:
         op: all_gather_mm: rows are gathered, then multiplied. mm_reduce_scatter: partial products are summed over the
-            ranks. Those of experts are not overlapped yet.
+            ranks. all_gather_grouped_mm, grouped_mm_reduce_scatter: the same with experts, layers 0 and 1 of a mixture.
         m: Rows, which are tokens.
-        n: Out features.
-        k: In features.
-        experts: Experts of a mixture.
-        topk: Experts of a token.
+        n: Out features: those of an expert in layer 0, those of a token in layer 1.
+        k: In features: those of a token in layer 0, those of an expert in layer 1.
+        experts: Experts of a mixture; 32 by default.
+        topk: Experts of a token; 4 by default. Each token draws its experts at random, from a fixed seed.
         tp: Ranks that cut a weight.
         ep: Groups of TP ranks that divide the experts.
         payload: What gathers carry and products multiply; sums travel in bf16.
@@ -80,7 +82,8 @@ def run(
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         commit: Commit to record if the source is not a git checkout.
     """
-    _check_options(op, {"--m": m, "--n": n, "--k": k, "--tp": tp, "--ep": ep}, experts, topk, ratio, tokens)
+    mixture = {"--experts": experts, "--topk": topk, "--ep": ep if ep != 1 else None}
+    _check_options(op, {"--m": m, "--n": n, "--k": k, "--tp": tp}, mixture, ratio, tokens)
     arguments.check_device(device)
     arguments.check_writable(json, "--json")
     console = arguments.wide_console(FILE_WIDTH)
@@ -94,15 +97,14 @@ def run(
         read(json)  # raises for a file of another kind before anything is timed
     gpu, cases = gpu_name(where), list[overlap.Case]()
     for each in op:
-        size = m, n, k
+        size, (most, few) = (m, n, k), MIXTURE
         if where.type != "cuda":
-            size = _tiny(each, size, tp * ep, tp)
+            size, (most, few) = _tiny(each, size, tp * ep, tp), (TINY_MIXTURE[0] * ep, TINY_MIXTURE[1])
+        counts = (experts or most, topk or few) if "grouped" in each else (1, 1)
         default = SHAPES[each]
         rows, out, features = (given or usual for given, usual in zip(size, default, strict=True))
         for name in payload:
-            first = overlap.Problem(
-                each, rows, out, features, tp, name, ep, experts or 1, topk or 1, chunks, rank, graph
-            )
+            first = overlap.Problem(each, rows, out, features, tp, name, ep, *counts, chunks, rank, graph)
             for problem in _problems(first, ratio, tokens, gpu):
                 cases.append(overlap.case(problem, gpu, decides=bool(tokens)))
     if where.type != "cuda":
@@ -116,13 +118,12 @@ def run(
 def _check_options(
     ops: Sequence[Op],
     sizes: dict[str, int | None],
-    experts: int | None,
-    topk: int | None,
+    mixture: dict[str, int | None],
     ratio: Sequence[float],
     tokens: Sequence[int],
 ) -> None:
     """Raise for options that do not go together, before torch is imported."""
-    for flag, count in (sizes | {"--experts": experts, "--topk": topk}).items():
+    for flag, count in (sizes | mixture).items():
         if count is not None:
             arguments.at_least(1, count, flag, "sizes and counts are positive")
     for count in tokens:
@@ -136,7 +137,7 @@ def _check_options(
         chosen = "--n" if each.startswith("all_gather") else "--k"
         if ratio and sizes[chosen] is not None:
             arguments.refuse(f"--ratio with {chosen}", f"--ratio chooses {chosen} of {each}", "leave one of them out")
-        for flag, count in {"--experts": experts, "--topk": topk}.items():
+        for flag, count in mixture.items():
             if count is not None and "grouped" not in each:
                 fix = f"leave {flag} out"
                 arguments.refuse(f"{flag} {count} with {each}", "only operations of a mixture have experts", fix)

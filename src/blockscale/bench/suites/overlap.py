@@ -17,6 +17,7 @@ import torch
 from ...errors import refuse
 from ...roofline import OPERATIONS, OverlapMachine, machine_of, overlap_gain, overlap_machine, stored_bytes
 from ...roofline.overlap import OVERLAP_PAYLOADS, Operation, gathers, work
+from ..expert_overlaps import gathered_experts, summed_experts
 from ..harness import Case
 from ..overlaps import (
     AUTO,
@@ -64,11 +65,16 @@ class Problem:
         >>> Problem("all_gather_mm", 4096, 49152, 12288, 8, "bf16", groups=(1, 3, 4), captured=True).name
         'all_gather_mm bf16 M=4096 N=49152 K=12288 TP8 chunks 1,3,4 graph'
         """
-        mixture = f" EP{self.ep} E{self.experts} top-{self.topk}" if "grouped" in self.op else ""
+        mixture = f" EP{self.ep} E{self.experts} top-{self.topk}" if self.grouped else ""
         chunks = f" chunks {','.join(map(str, self.groups))}" if self.groups else ""
         rank, graph = f" rank {self.rank}" if self.rank else "", " graph" if self.captured else ""
         sizes = f"M={self.m} N={self.n} K={self.k} TP{self.tp}"
         return f"{self.op} {self.payload} {sizes}{mixture}{chunks}{rank}{graph}"
+
+    @property
+    def grouped(self) -> bool:
+        """True for the operations of a mixture."""
+        return "grouped" in self.op
 
     @property
     def divided(self) -> dict[str, int]:
@@ -118,18 +124,38 @@ def _sum(problem: Problem, device: torch.device) -> Share:
     return sum_share(*problem.local, problem.ranks, problem.rank, problem.payload, problem.groups[::-1], device)
 
 
-# shares by operation; those of experts have none yet
-SHARES: Mapping[str, Callable[[Problem, torch.device], Share]] = {"all_gather_mm": _gather, "mm_reduce_scatter": _sum}
+def _gather_experts(problem: Problem, device: torch.device) -> Share:
+    return gathered_experts(*_mixture(problem), problem.groups, device)
+
+
+def _sum_experts(problem: Problem, device: torch.device) -> Share:
+    return summed_experts(*_mixture(problem), problem.groups[::-1], device)
+
+
+def _mixture(problem: Problem) -> tuple[int, int, int, int, int, tuple[int, int], int, str]:
+    """Arguments that shares of both layers take."""
+    ranks = problem.tp, problem.ep
+    return *problem.local, problem.experts, problem.topk, ranks, problem.rank, problem.payload
+
+
+SHARES: Mapping[Operation, Callable[[Problem, torch.device], Share]] = {
+    "all_gather_mm": _gather,
+    "mm_reduce_scatter": _sum,
+    "all_gather_grouped_mm": _gather_experts,
+    "grouped_mm_reduce_scatter": _sum_experts,
+}
 
 
 def check(problem: Problem) -> None:
     """Raise for a problem that cannot be timed."""
-    if problem.op not in SHARES:
-        refuse(f"bench overlap of {problem.op}", f"it times {' and '.join(SHARES)}", "name one of them")
     cut, name = (problem.n, "N") if gathers(problem.op) else (problem.k, "K")
-    for what, size, parts in (("M", problem.m, problem.ranks), (name, cut, problem.tp)):
+    divided = (("M", problem.m, problem.ranks), (name, cut, problem.tp), ("experts", problem.experts, problem.ep))
+    for what, size, parts in divided:
         if size % parts:
             refuse(f"{what}={size} on {parts} ranks", "all ranks have as many", f"pass a multiple of {parts}")
+    if problem.topk > problem.experts:
+        what = f"topk={problem.topk} of {problem.experts} experts"
+        refuse(what, "a token has one or more of them", f"pass 1 to {problem.experts}")
     if problem.ranks < 2:
         refuse(f"{problem.ranks} rank", "communication that hides needs another rank", "pass --tp 2 or more")
     if not 0 <= problem.rank < problem.ranks:
@@ -160,8 +186,9 @@ def at_ratio(problem: Problem, ratio: float, machine: OverlapMachine) -> Problem
     )
     units = machine.engine(problem.payload).units
     rate = machine.bf16 if units == "bf16" or machine.fp8 is None else machine.fp8
+    seconds = flops / (rate.value * (machine.grouped.value if problem.grouped else 1))
     # FLOPs grow with that size, and bytes do not
-    size = max(1, round(wire / machine.link.bandwidth / (flops / rate.value) / ratio)) * unit
+    size = max(1, round(wire / machine.link.bandwidth / seconds / ratio)) * unit
     return replace(problem, n=size) if gathers(problem.op) else replace(problem, k=size)
 
 
@@ -169,6 +196,7 @@ def case(problem: Problem, gpu: str, *, decides: bool = False) -> Case:
     """Case of a problem.  gpu: its name.  decides: time the path that the model chooses, too."""
     check(problem)
     machine, (m, n, k) = virtual_machine(problem.op, gpu), problem.local
+    m, experts = m * problem.topk // problem.ep, problem.experts // problem.ep  # of this rank, if loads are equal
     predict = functools.partial(
         overlap_gain, problem.op, problem.m, problem.n, problem.k, **problem.divided,
         machine=machine, payload=problem.payload,
@@ -185,9 +213,9 @@ def case(problem: Problem, gpu: str, *, decides: bool = False) -> Case:
         return found
 
     def another(share: Share) -> tuple[Share]:
-        return (share.with_weight(weight_operand(problem.payload, n, k, share.link.device)),)
+        return (share.with_weight(weight_operand(problem.payload, share.weight.shape, share.link.device)),)
 
-    moved = sum(map(stored_bytes, (m * k, n * k), OVERLAP_PAYLOADS[problem.payload], (2, 2))) + 2 * m * n
+    moved = sum(map(stored_bytes, (m * k, experts * n * k), OVERLAP_PAYLOADS[problem.payload], (2, 2))) + 2 * m * n
     return Case(
         name=problem.name,
         group=problem.op,
@@ -200,7 +228,7 @@ def case(problem: Problem, gpu: str, *, decides: bool = False) -> Case:
         backend=lambda share: share.backend,
         check=check_share,
         bytes=int(moved),
-        peers=contenders(overlaps=pays),
+        peers=contenders(permutes=problem.grouped, overlaps=pays),
         flops=2 * m * n * k,
         captured=problem.captured,
         details={"decides_to_overlap": float(pays)} if pays is not None else {},

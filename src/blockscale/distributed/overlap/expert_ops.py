@@ -31,8 +31,9 @@ from ..collectives import Tokens, ranks_of
 from ..wire import pack_rows
 from .choice import Overlap, link_for
 from .expert_rows import ExpertRows, PlacedRows, RowsOfTokens, ValuesProduct, multiply_rows
-from .expert_sharing import ExpertSharing, experts_of
+from .expert_sharing import ExpertSharing, PendingTokens, experts_of
 from .ops import Matrix, check_travels
+from .sharing import PendingSum
 
 
 class GatheredRows(NamedTuple):
@@ -100,7 +101,6 @@ def all_gather_grouped_mm(
         refuse(f"{len(biases)} biases for {len(weights)} weights", "tokens are gathered for weights", "pass both")
     for weight, bias in zip(weights, biases, strict=True):
         _check_weight(a, weight, bias, len(mine), a.shape[1])
-    columns = [weight.shape[1] for weight in weights]
     facts = tuple(a.shape), routing.experts, gate_weights.shape[1], gate_weights.dtype, _kind(a), overlap
     check_same_call(ranks, a.device, "all_gather_grouped_mm", *facts)
     if isinstance(a, BlockScaled):
@@ -108,17 +108,10 @@ def all_gather_grouped_mm(
     values = a.data if isinstance(a, BlockScaled) else a
     sharing = ExpertSharing(ranks, Tokens(1, a.shape[0]), mine, link_for(overlap, values, ranks))
     slots = sharing.route(experts_of(routing), gate_weights)
-    tokens = sharing.gather(pack_rows(a) if isinstance(a, BlockScaled) else a)
+    tokens = sharing.gather(messages_of(a))
     rows, gates = slots.wait()
-    plan = CastPlan(a.format, a.spec.default_rule(), "plain", a.hadamard) if isinstance(a, BlockScaled) else None
-    placed = PlacedRows(rows.routing.permutation[0].shape[0], a.shape[1], plan, values.dtype, a.device)
-    results = [_cleared(rows, n, out_dtype, a.device) for n in columns]
-    products = [_product(weight, bias, out_dtype) for weight, bias in zip(weights, biases, strict=True)]
-    for at in tokens.arrivals(rows):
-        placed.place(at, tokens.values()[at.tokens])
-        for product, bias, result in zip(products, biases, results, strict=True):
-            multiply_rows(placed.operand(), product, at, result, bias)
-    return results, GatheredRows(placed.operand(), rows.routing, gates)
+    results, placed = multiply_arrivals(tokens, rows, a, weights, biases, out_dtype)
+    return results, GatheredRows(placed, rows.routing, gates)
 
 
 @torch.no_grad()
@@ -154,17 +147,60 @@ def grouped_mm_reduce_scatter(
     of = Tokens(1, tokens // ranks.size)
     values = a.data if isinstance(a, BlockScaled) else a
     sharing = ExpertSharing(ranks, of, range(routing.experts), link_for(overlap, values, ranks))
-    rows, product = ExpertRows.of(routing, of, ranks.size), _product(weight, bias, out_dtype)
-    results = _cleared(rows, weight.shape[1], out_dtype, a.device)
+    return sum_combined(sharing, ExpertRows.of(routing, of, ranks.size), gates, a, weight, bias, out_dtype).wait()
+
+
+def messages_of(a: Matrix) -> Tensor:
+    """Rows [t, n] that travel: messages of an operand's rows, or values."""
+    return pack_rows(a) if isinstance(a, BlockScaled) else a
+
+
+def multiply_arrivals(
+    tokens: PendingTokens,
+    rows: ExpertRows,
+    a: Matrix,
+    weights: Sequence[Matrix],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+) -> tuple[list[Tensor], Matrix]:
+    """Products [M, N] of all tokens' rows with each weight [E, N, K], made as tokens arrive, and the rows [M, K].
+
+    a: this rank's tokens, whose messages are on their way.
+    """
+    plan, dtype = None, a.dtype if isinstance(a, Tensor) else a.data.dtype
+    if isinstance(a, BlockScaled):
+        plan = CastPlan(a.format, a.spec.default_rule(), "plain", a.hadamard)
+    placed = PlacedRows(rows.routing.permutation[0].shape[0], a.shape[1], plan, dtype, a.device)
+    results = [cleared_rows(rows, weight.shape[1], out_dtype, a.device) for weight in weights]
+    products = [grouped_product(weight, bias, out_dtype) for weight, bias in zip(weights, biases, strict=True)]
+    for at in tokens.arrivals(rows):
+        placed.place(at, tokens.values()[at.tokens])
+        for product, bias, result in zip(products, biases, results, strict=True):
+            multiply_rows(placed.operand(), product, at, result, bias)
+    return results, placed.operand()
+
+
+def sum_combined(
+    sharing: ExpertSharing,
+    rows: ExpertRows,
+    gate_weights: Tensor,
+    a: Matrix,
+    weight: Matrix,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> PendingSum:
+    """Start the sum over ranks of a [M, K] @ weight [E, N, K].mT, combined by token with gate weights [T, k]."""
+    product = grouped_product(weight, bias, out_dtype)
+    results = cleared_rows(rows, weight.shape[1], out_dtype, a.device)
 
     def part(at: RowsOfTokens) -> Tensor:
         multiply_rows(a, product, at, results, bias)
-        return combine_rows(results, at.rows, gates[at.tokens])
+        return combine_rows(results, at.rows, gate_weights[at.tokens])
 
-    return sharing.sum(rows, weight.shape[1], out_dtype, part).wait()
+    return sharing.sum(rows, weight.shape[1], out_dtype, part)
 
 
-def _product(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> BlockScaled | ValuesProduct:
+def grouped_product(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> BlockScaled | ValuesProduct:
     """A weight as `multiply_rows` takes it."""
     if isinstance(weight, BlockScaled):
         return weight
@@ -175,7 +211,7 @@ def _values_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, a: 
     return fprop(a, weight, bias, None, None, dtype, routing)
 
 
-def _cleared(rows: ExpertRows, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def cleared_rows(rows: ExpertRows, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Rows [M, columns] for products; those of no expert, which no product writes, are zero."""
     made = empty((rows.routing.permutation[0].shape[0], columns), dtype, device)
     clear_rows(made, rows.routing.offs)

@@ -6,7 +6,7 @@ slice of each expert's rows, and a grouped product of these slices writes rows w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from ...grouped import Routing
 from ...grouped.ops import multiply_grouped
 from ...library import empty
 from ..collectives import Tokens
-from .link import spans_of
 
 
 class RowsOfTokens(NamedTuple):
@@ -65,14 +64,11 @@ class ExpertRows(NamedTuple):
         bounds = torch.searchsorted(expert * total + sorted_tokens, first + begins[:, None], out_int32=True)
         return cls(routing, tokens, ranks, bounds)
 
-    def of_rank(self, rank: int) -> list[RowsOfTokens]:
-        """Rows of a rank's tokens, run by run."""
+    def of_span(self, span: slice) -> RowsOfTokens:
+        """Rows of the tokens of a span, which has whole runs."""
         _, rows = self.routing.permutation
-        found: list[RowsOfTokens] = []
-        for span in spans_of(rank, self.ranks, *self.tokens):
-            run = span.start // self.tokens.inner
-            found.append(RowsOfTokens(span, rows[span], self.bounds[run], self.bounds[run + 1]))
-        return found
+        first, end = (token // self.tokens.inner for token in (span.start, span.stop))
+        return RowsOfTokens(span, rows[span], self.bounds[first], self.bounds[end])
 
     def all(self) -> RowsOfTokens:
         """Rows of all tokens."""
@@ -102,10 +98,11 @@ class PlacedRows:
         [t, k, n]."""
         pieces = messages.split([self._split, messages.shape[-1] - self._split], dim=-1)
         for part, piece in zip(self._parts, pieces, strict=False):
-            padded = pad(piece, (0, part.shape[1] - piece.shape[-1]))
+            missing = part.shape[1] - piece.shape[-1]
+            target, source = _in_words(part, pad(piece, (0, missing)) if missing else piece)
             for slot in range(at.rows.shape[1]):
-                source = padded if padded.dim() == 2 else padded[:, slot]
-                part.index_copy_(0, at.rows[:, slot].to(torch.int64), source)
+                rows = source if source.dim() == 2 else source[:, slot]
+                target.index_copy_(0, at.rows[:, slot].to(torch.int64), rows)
 
     def operand(self) -> BlockScaled | Tensor:
         """The rows, in the scale layout of the plan."""
@@ -114,6 +111,17 @@ class PlacedRows:
         (codes, scales), spec = self._parts, self._plan.spec
         data = codes.view(spec.data_dtype), scales.view(spec.scale_dtype), None
         return assemble(replace(self._plan, layout="plain"), data, self._shape, -1).with_layout(self._plan.layout)
+
+
+def _in_words(*rows: Tensor) -> Sequence[Tensor]:
+    """Rows as int64 words, if all of them are whole words: indexed copies move an element at a time."""
+    word = torch.int64.itemsize
+    sizes = [
+        size * each.element_size()
+        for each in rows
+        for size in (each.shape[-1], each.storage_offset(), *each.stride()[:-1])
+    ]
+    return rows if any(size % word for size in sizes) else [each.view(torch.int64) for each in rows]
 
 
 # a grouped product of values, sorted by expert
@@ -138,4 +146,7 @@ def multiply_rows(
         out.copy_(weight(a, Routing(at.ends)))
         return
     places, ends = at.routing()
-    out.index_copy_(0, places, weight(a.index_select(0, places), Routing(ends)))
+    (words,) = _in_words(a)
+    made = weight(words.index_select(0, places).view(a.dtype), Routing(ends))
+    target, source = _in_words(out, made)
+    target.index_copy_(0, places, source)

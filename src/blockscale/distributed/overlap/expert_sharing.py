@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,18 +11,20 @@ from torch import Tensor
 from ...grouped import Routing, sort_by_expert
 from ..collectives import PendingValues, Ranks, Tokens, gather_values, reduce_scatter
 from .expert_rows import ExpertRows, RowsOfTokens
-from .products import GatherInProgress, PendingSummation, RowsLink
+from .products import GatherInProgress, RowsLink, in_groups, merged, sum_in_groups
 from .sharing import PendingSum, PendingTotal
 
 
 class ExpertSharing(NamedTuple):
     """How ranks share experts.  tokens: of a rank, among those of all.  experts: of this rank, among those of all.
-    link: moves rows beside products; without one a collective comes before a product or after it."""
+    link: moves rows beside products; without one a collective comes before a product or after it.  groups: numbers of
+    ranks whose tokens share a product, in the order of arrival, or of destinations of a sum; after them one by one."""
 
     ranks: Ranks
     tokens: Tokens
     experts: range
     link: RowsLink | None
+    groups: Sequence[int] = ()
 
     def route(self, experts: Tensor, gate_weights: Tensor) -> PendingSlots:
         """Start to gather the experts [t, k], numbered over all ranks, and the gate weights [t, k] of the tokens."""
@@ -36,7 +38,7 @@ class ExpertSharing(NamedTuple):
         """Start to gather rows [t, n] of this rank's tokens."""
         if self.link is None:
             return CollectedTokens(gather_values(x, self.tokens, self.ranks))
-        return ArrivingTokens(self.link.gather([x], self.tokens.outer))
+        return ArrivingTokens(self.link.gather([x], self.tokens.outer), self.groups)
 
     def sum(
         self, rows: ExpertRows, columns: int, dtype: torch.dtype, part: Callable[[RowsOfTokens], Tensor]
@@ -45,11 +47,7 @@ class ExpertSharing(NamedTuple):
         part of the results of tokens."""
         if self.link is None:
             return PendingTotal(reduce_scatter(part(rows.all()), self.tokens, self.ranks))
-        summation = self.link.sum((self.tokens.outer * self.tokens.inner, columns), dtype)
-        for rank in summation.destinations():
-            parts = [part(each) for each in rows.of_rank(rank)]
-            summation.push(rank, parts[0] if len(parts) == 1 else torch.cat(parts))
-        return PendingSummation(summation)
+        return sum_in_groups(self.link, self.tokens, columns, dtype, lambda span: part(rows.of_span(span)), self.groups)
 
 
 class PendingSlots(NamedTuple):
@@ -62,7 +60,7 @@ class PendingSlots(NamedTuple):
 
     def wait(self) -> tuple[ExpertRows, Tensor]:
         """Rows of this rank's experts, and gate weights [T, k] of all tokens."""
-        (ranks, tokens, mine, _), parts = self.sharing, self.gathered.wait().split(self.widths, dim=1)
+        (ranks, tokens, mine, *_), parts = self.sharing, self.gathered.wait().split(self.widths, dim=1)
         experts, gates = (each.contiguous() for each in parts)
         experts = experts.view(torch.int32) - mine.start
         elsewhere = (experts < 0) | (experts >= len(mine))
@@ -83,13 +81,15 @@ class PendingTokens(Protocol):
 
 
 class ArrivingTokens(NamedTuple):
-    """Tokens that arrive rank by rank."""
+    """Tokens that arrive rank by rank.  groups: see `ExpertSharing`."""
 
     gathering: GatherInProgress
+    groups: Sequence[int] = ()
 
     def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
-        for rank in self.gathering.arrivals():
-            yield from rows.of_rank(rank)
+        for ranks in in_groups(self.gathering.arrivals(), self.groups):
+            for span in merged(span for rank in ranks for span in self.gathering.spans(rank)):
+                yield rows.of_span(span)
 
     def values(self) -> Tensor:
         return self.gathering.whole[0]

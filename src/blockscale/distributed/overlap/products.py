@@ -158,6 +158,26 @@ def merged(spans: Iterable[slice]) -> list[slice]:
     return found
 
 
+def sum_in_groups(
+    link: RowsLink,
+    tokens: Tokens,
+    columns: int,
+    dtype: torch.dtype,
+    part: Callable[[slice], Tensor],
+    groups: Sequence[int] = (),
+) -> PendingSummation:
+    """Start the sum over ranks of rows [M, columns], the rows of the other ranks first.  part: makes this rank's part
+    of the rows of a span.  tokens, groups: see `sum_of_products`."""
+    summation = link.sum((tokens.outer * tokens.inner, columns), dtype)
+    for ranks in in_groups(summation.destinations(), groups):
+        spans = {rank: spans_of(rank, link.ranks, *tokens) for rank in ranks}
+        made = [(span, part(span)) for span in merged(span for each in spans.values() for span in each)]
+        for rank, theirs in spans.items():
+            parts = [_cut(made, span) for span in theirs]
+            summation.push(rank, parts[0] if len(parts) == 1 else torch.cat(parts))
+    return PendingSummation(summation)
+
+
 def sum_of_products(
     link: RowsLink,
     tokens: Tokens,
@@ -179,14 +199,7 @@ def sum_of_products(
             operand = with_rows(plain, plain.data[span], plain.scale[span]).with_layout(layout)
         return times.product(operand, None if values is None else values[span], None)
 
-    summation = link.sum((tokens.outer * tokens.inner, times.columns), dtype)
-    for ranks in in_groups(summation.destinations(), groups):
-        spans = {rank: spans_of(rank, link.ranks, *tokens) for rank in ranks}
-        made = [(span, product(span)) for span in merged(span for each in spans.values() for span in each)]
-        for rank, theirs in spans.items():
-            parts = [_cut(made, span) for span in theirs]
-            summation.push(rank, parts[0] if len(parts) == 1 else torch.cat(parts))
-    return PendingSummation(summation)
+    return sum_in_groups(link, tokens, times.columns, dtype, product, groups)
 
 
 def _cut(made: Sequence[tuple[slice, Tensor]], span: slice) -> Tensor:
