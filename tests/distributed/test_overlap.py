@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 from blockscale.distributed.overlap.arena import HEADER, SharedArena
 from support.overlapped import run
-from support.overlapped_link import TIMEOUT, WITHOUT, lose_a_rank
+from support.overlapped_link import CALLS, TIMEOUT, WITHOUT, lose_a_rank
 from support.ranks import start_ranks
 
 GATHER, SUM, SCATTER = "all_gather_into_tensor_coalesced", "all_reduce", "reduce_scatter_tensor"
@@ -63,12 +64,16 @@ def test_ranks(tmp_path: Path, ranks: int):
         if ranks == 2:
             check_two(found)
             check_operations(found)
-        for label in ("trained experts",) if ranks == 2 else ("trained mesh",):
-            assert found[label]["moved"] > 0.01
-            assert found[label]["apart"] < 1e-6
-            assert found[label]["on"] == pytest.approx(found[label]["off"], rel=1e-6)
-            assert len(set(found[label]["on"])) == 4
+        check_trained(found["trained experts" if ranks == 2 else "trained mesh"])
     assert not set(Path("/dev/shm").glob("blockscale-*")) - before, "a file of an arena is left behind"
+
+
+def check_trained(found: dict[str, Any]) -> None:
+    """Experts learn the same, overlapped or not. Sums over more than two ranks are rounded otherwise."""
+    assert found["moved"] > 0.01
+    assert found["apart"] < 1e-6
+    assert found["on"] == pytest.approx(found["off"], rel=1e-6)
+    assert len(set(found["on"])) == 4
 
 
 @pytest.fixture
@@ -92,9 +97,11 @@ def test_processes_on_one_gpu(tmp_path: Path, ranks: int):
             check_experts(label, found[label], ranks)
         for label in (label for label in found if label.startswith("fastest")):
             assert all(off <= 0.02 for off in found[label].values()), found[label]
-        assert found["many calls"] == {"wrong": 0, "calls": 500 if ranks == 2 else 200}
+        calls = int(os.environ.get(CALLS, 1000 if ranks == 2 else 400))
+        assert found["many calls"] == {"wrong": 0, "calls": calls // 2}
         assert found["broken off"] == {"wrong": 0, "sums": 6}
         assert found["two streams"] == 0
+        check_trained(found["trained mixture"])
         if ranks == 2:
             check_both(found)
             assert found["freed"]["links"] == 0

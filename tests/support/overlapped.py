@@ -28,7 +28,7 @@ from blockscale.distributed.overlap.choice import OVERLAPS, link_for
 from blockscale.errors import BlockscaleError
 from support import overlapped_experts, overlapped_link
 from support.helpers import same_operand
-from support.overlapped_link import device, said_by, settle
+from support.overlapped_link import device, said_by
 from support.rank_program import Case, main, run_cases
 from support.tokens_sharded import FP8_POW2, Data, Sizes, Wire, data, part_of, relative, two_layers, world
 

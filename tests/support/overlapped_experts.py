@@ -26,7 +26,12 @@ from blockscale.distributed import (
     expert_parallel_,
     grouped_swiglu_parallel,
 )
+from blockscale.distributed.collectives import Tokens, ranks_of
+from blockscale.distributed.divided_experts import LowCall
+from blockscale.distributed.expert_all_gather import all_gather_experts
 from blockscale.distributed.overlap import all_gather_grouped_mm, grouped_mm_reduce_scatter
+from blockscale.distributed.overlap.choice import link_for
+from blockscale.distributed.overlap.expert_sharing import ExpertSharing
 from blockscale.distributed.overlap.link import Gathering, Link, Summation
 from blockscale.nn import GroupedExperts, MoE
 from support import cut_experts as cut
@@ -284,6 +289,42 @@ def trained(mesh: DeviceMesh | None) -> dict[str, Any]:
     return losses | {"moved": relative(plain, start), "apart": relative(found, plain)}
 
 
+def trained_mixture(ep: int) -> dict[str, Any]:
+    """Losses of four steps of experts that are divided among `ep` groups of ranks and cut within each, overlapped and
+    not, and how far their weights have moved and are apart. Tensors are plain: gloo lacks collectives that DTensors of
+    a GPU need."""
+    rank, ranks, rng = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(7)
+    tp, experts, hidden = ranks // ep, 4, 64 * ranks
+    x, target = (torch.randn(32 * ranks, 64, generator=rng).to(device()) for _ in range(2))
+    gates, ids = torch.randn(32 * ranks, experts, generator=rng).softmax(-1).to(device()).topk(2)
+    mine, hidden_units = slice(rank // tp * experts // ep, (rank // tp + 1) * experts // ep), hidden // tp
+    up = (torch.randn(experts, 2, hidden, 64, generator=rng) * 0.1).to(device())
+    down = (torch.randn(experts, 64, hidden, generator=rng) * 0.1).to(device())
+    units = slice(rank % tp * hidden_units, (rank % tp + 1) * hidden_units)
+    before = up[mine, :, units].flatten(1, 2), down[mine, :, units].contiguous()
+    own = [each.chunk(ranks)[rank].contiguous() for each in (x, target, gates, ids)]
+    losses, moved_to = dict[str, list[float]](), list[Tensor]()
+    group = ranks_of(world())
+    for overlap in ("off", "on"):
+        weights = [each.clone().requires_grad_() for each in before]
+        optimizer, losses[overlap] = torch.optim.SGD(weights, lr=1.0), []
+        for step in range(4):
+            inputs = own[0] + step / 4
+            link = link_for(overlap, inputs, group)
+            sharing = ExpertSharing(group, Tokens(1, 32), range(experts)[mine], link)
+            call = LowCall((weights[0], weights[1]), (None, None), get_recipe("mxfp8"), (None, None))
+            routing = bs.sort_by_expert(own[3], experts)
+            y = all_gather_experts(inputs, routing, own[2], call, sharing, low=True)
+            loss = (inputs + y - own[1]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[overlap].append(loss.item())
+        moved_to.append(torch.cat([each.detach().flatten() for each in weights]))
+    start, (plain, found) = torch.cat([each.flatten() for each in before]), moved_to
+    return losses | {"moved": relative(plain, start), "apart": relative(found, plain)}
+
+
 def own_weights(model: MoE) -> Tensor:
     """Weights of this rank's experts."""
     parts: list[Any] = [each.detach() for each in model.experts.parameters()]
@@ -416,6 +457,7 @@ def cases(ranks: int) -> Iterator[Case]:
     if device().type == "cuda":
         yield "experts fp8_blockwise", here(experts, "fp8_blockwise", flat, bias=True, hot=True)
         yield "experts mxfp8 low", here(experts, "mxfp8", batch, payload="low", bias=True)
+        yield "trained mixture", lambda: trained_mixture(2)
         return
     if ranks == 4:
         yield "mesh", lambda: divided(mesh_of(2, 2), AllToAll(), bias=True)

@@ -183,6 +183,8 @@ def late(method: str, kind: Any, seconds: float = 0.3) -> Any:
     return patch.object(kind, method, delayed)
 
 
+# number of calls in a row, in the environment
+CALLS = "OVERLAP_CALLS"
 # seconds, of the group that loses a rank
 TIMEOUT = 20.0
 Check = Callable[[Link, int], Tensor]
@@ -359,7 +361,8 @@ def lose_a_rank(rank: int, folder: str) -> None:
 def cases(ranks: int) -> Iterator[Case]:
     on_gpu = device().type == "cuda"
     # four processes take turns on a GPU, and a call needs all of them
-    yield "many calls", functools.partial(many_calls, (1000 if ranks == 2 else 400) if on_gpu else 200)
+    calls = (1000 if ranks == 2 else 400) if on_gpu else 200
+    yield "many calls", functools.partial(many_calls, int(os.environ.get(CALLS, calls)))
     yield "broken off", broken_off
     if on_gpu:
         yield "two streams", two_streams
