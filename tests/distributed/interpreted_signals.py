@@ -96,7 +96,7 @@ def on_the_cpu(memory: Files, limit: float) -> Generator[None]:
             (torch.cuda, "device", lambda device: nullcontext()),
             (torch.cuda, "current_stream", lambda device: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: capturing),
-            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=memory.rank)),
+            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=memory.rank, name="")),
             (link_module, "transport_of", cuda.CudaTransport),
         ):
             stack.enter_context(patch.object(where, name, instead))

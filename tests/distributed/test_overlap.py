@@ -230,6 +230,27 @@ def check_both(found: dict[str, Any]) -> None:
         assert found[f"without {name}"]["without"] > 0, f"{name} is not needed"
 
 
+def check_decided(found: dict[str, list[Any]]) -> None:
+    """Global sizes, what travels, and mixtures, as the model takes them."""
+    gather, add, first, second = (
+        "all_gather_mm",
+        "mm_reduce_scatter",
+        "all_gather_grouped_mm",
+        "grouped_mm_reduce_scatter",
+    )
+    one = [1, 1, 1]
+    assert found == {
+        "column": [[gather, 64, 64, 64, "mxfp8", *one]],
+        "row": [[add, 64, 96, 64, "mxfp8", *one]],
+        "mlp": [[gather, 64, 128, 64, "mxfp8", *one], [add, 64, 96, 64, "mxfp8", *one]],
+        "gathers": [[gather, 64, 96, 64, "bf16", *one]],
+        "sums": [[add, 64, 96, 64, "bf16", *one]],
+        "experts": [[first, 64, 128, 64, "mxfp8", 1, 3, 2], [second, 64, 64, 64, "mxfp8", 1, 3, 2]],
+        "divided experts": [[first, 64, 48, 64, "bf16", 2, 4, 2], [second, 64, 64, 48, "bf16", 2, 4, 2]],
+        "no model": [[gather, 64, 64, 64, None, *one]],
+    }
+
+
 def check_shared(name: str, columns: int, found: dict[str, Any]) -> None:
     """Layers of one activation gather columns of x alone, and sum the layers' gradients."""
     assert found[f"shared {name}"] == {"differ": [0] * 8, "calls": [GATHER] * columns + [SCATTER]}, name
@@ -244,6 +265,7 @@ def check_two(found: dict[str, Any]) -> None:
     check_both(found)
     check_operands(None, 3, found)
     check_shared("bf16 owner", 0, found)
+    check_decided(found["decided"])
     said = found["refused operands"]
     assert "without a tensor scale" in said["tensor scale"]
     assert "both are operands or both tensors" in said["mixed"]

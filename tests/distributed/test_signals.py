@@ -21,6 +21,7 @@ from aot.compiled import CAN_COMPILE, compiled_for, report
 from blockscale.distributed.collectives import Ranks
 from blockscale.distributed.overlap import choice, cuda
 from blockscale.distributed.overlap.arena import HEADER
+from blockscale.distributed.overlap.link import Link
 from blockscale.distributed.overlap.signals import OTHER_CALL, TIMED_OUT, Fault, Flags
 from blockscale.distributed.overlap.transport import HostTransport
 from blockscale.errors import RankError, ShardingError
@@ -145,19 +146,43 @@ def test_a_fault_is_raised_in_every_later_call(group: dist.ProcessGroup, kind: i
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        ([("a", "1", False), ("b", "2", False)], "ranks on 2 hosts: a, b"),
-        ([("a", "1", True), ("a", "1", False)], "ranks that share a GPU"),
-        ([("a", "1", True), ("a", "1", True)], None),
-        ([("a", "1", False), ("a", "2", False)], None),
+        ([("a", "1", "H200", False), ("b", "2", "H200", False)], "ranks on 2 hosts: a, b"),
+        ([("a", "1", "H200", True), ("a", "1", "H200", False)], "ranks that share a GPU"),
+        ([("a", "1", "H200", True), ("a", "1", "H200", True)], None),
+        ([("a", "1", "H200", False), ("a", "2", "H200", False)], None),
     ],
 )
-def test_ranks_without_shared_memory(group: dist.ProcessGroup, others: list[Any], said: str | None):
-    def gather(found: list[Any], mine: Any, group: Any) -> None:
-        found[:] = [cuda._Gpu(*each) for each in others]
+def test_ranks_without_shared_memory(others: list[Any], said: str | None):
+    found = [cuda._Gpu(*each) for each in others]
+    if said is None:
+        return cuda._check_gpus(found)
+    with pytest.raises(ShardingError, match=said):
+        cuda._check_gpus(found)
 
-    properties = patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
-    with properties, patch.object(dist, "all_gather_object", gather):
-        if said is None:
-            return cuda._check_gpus(group, CPU)
-        with pytest.raises(ShardingError, match=said):
-            cuda._check_gpus(group, CPU)
+
+@pytest.mark.parametrize(("other", "name"), [("NVIDIA H200", "h200"), ("NVIDIA H100 PCIe", None), ("NVIDIA T4", None)])
+def test_the_machine_of_all_ranks(group: dist.ProcessGroup, other: str, name: str | None):
+    """The model decides for all ranks alike: by one machine, which it knows, and whose memory they map."""
+    mine = SimpleNamespace(uuid="1", name="NVIDIA T4" if other == "NVIDIA T4" else "NVIDIA H200")
+    transport = cuda.CudaTransport.__new__(cuda.CudaTransport)
+    transport._device = CPU
+    real = dist.all_gather_object
+
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        real(found, mine, group)
+        found.append(mine._replace(name=other))
+
+    link = Link(group)
+    link._transport = transport
+    with (
+        patch.object(torch.cuda, "get_device_properties", lambda device: mine),
+        patch.object(dist, "all_gather_object", gather),
+        patch.object(Link, "arena") as arena,
+    ):
+        assert link.machine() == name
+        assert link.machine() == name
+        assert arena.call_count == (name is not None)
+        arena.side_effect = ShardingError("no peer access")
+        unlinked = Link(group)
+        unlinked._transport = transport
+        assert unlinked.machine() is None

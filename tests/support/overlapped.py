@@ -21,10 +21,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import blockscale as bs
 from blockscale.autograd import get_recipe, linear
 from blockscale.autograd.recipe import Recipe
-from blockscale.distributed import column_parallel, gather_activation, parallel_plans, row_parallel, swiglu_parallel
+from blockscale.distributed import (
+    column_parallel,
+    gather_activation,
+    grouped_swiglu_parallel,
+    parallel_plans,
+    row_parallel,
+    swiglu_parallel,
+)
 from blockscale.distributed.collectives import ranks_of
-from blockscale.distributed.overlap import all_gather_mm, check, explain, mm_reduce_scatter
+from blockscale.distributed.overlap import (
+    all_gather_grouped_mm,
+    all_gather_mm,
+    check,
+    decision,
+    explain,
+    grouped_mm_reduce_scatter,
+    mm_reduce_scatter,
+)
 from blockscale.distributed.overlap.choice import OVERLAPS, link_for
+from blockscale.distributed.overlap.transport import HostTransport
 from blockscale.errors import BlockscaleError
 from support import overlapped_experts, overlapped_link
 from support.helpers import same_operand
@@ -300,6 +316,47 @@ def explained() -> dict[str, Any]:
     return said | {"agree": agree}
 
 
+def decided() -> dict[str, Any]:
+    """What the model is asked for calls with overlap="auto", as if measured here, and whether its answer decides."""
+    up, row, x, y = torch.randn(32, 64), torch.randn(96, 32), torch.randn(32, 64), torch.randn(64, 32)
+    gate_up, experts, outs = torch.randn(64, 64), torch.randn(3, 64, 64), torch.randn(3, 64, 32)
+    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
+    ids, gates = torch.arange(64).view(32, 2) % 3, torch.full((32, 2), 0.5)
+    own, other = range(2 * dist.get_rank(), 2 * dist.get_rank() + 2), functools.partial(bs.quantize, format="mxfp4")
+
+    def both_experts(**chosen: Any) -> None:
+        routing = bs.sort_by_expert(ids, 4)
+        (h,), found = all_gather_grouped_mm(
+            x, torch.randn(2, 48, 64), routing=routing, gate_weights=gates, experts=own, **chosen
+        )
+        grouped_mm_reduce_scatter(h, torch.randn(2, 64, 48).bfloat16(), found, **chosen)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "column": lambda: column_parallel(x, up, **options),
+        "row": lambda: row_parallel(y, row, **options),
+        "mlp": lambda: swiglu_parallel(x, gate_up, row, **options),
+        "gathers": lambda: all_gather_mm(x, up, torch.randn(16, 64), group=world()),
+        "sums": lambda: mm_reduce_scatter(y, row, group=world()),
+        "experts": lambda: grouped_swiglu_parallel(x, experts, outs, bs.sort_by_expert(ids, 3), gates, **options),
+        "divided experts": lambda: both_experts(group=world()),
+        "no model": lambda: all_gather_mm(other(x), other(up), group=world()),
+    }
+    found: dict[str, Any] = {}
+    for name, call in calls.items():
+        for answer in (True, False):
+            with (
+                patch.object(decision, "MEASURED_ON", {"cpu"}),
+                patch.object(HostTransport, "machine", lambda self, group: "h800"),
+                patch.object(decision, "pays", return_value=answer) as pays,
+                overlapped_experts.moved() as link,
+            ):
+                call()
+            assert bool(link.gathers or link.sums) is answer, name
+            assert all(asked.args[:2] == ("h800", 2) for asked in pays.call_args_list)
+            found[name] = [list(work) for asked in pays.call_args_list for work in asked.args[2]]
+    return found
+
+
 def skipped_step() -> bool:
     """A backward that raises between the start and the end of a sum does not stop the next one."""
     part = own_part(data(sizes(), torch.bfloat16), sizes())
@@ -360,6 +417,8 @@ def cases(ranks: int) -> Iterator[Case]:
             yield f"operands {name}", functools.partial(operands, name)
         yield "evaluated", evaluated
         yield "explained", explained
+        if not on_gpu:
+            yield "decided", decided
         yield "skipped step", skipped_step
 
 

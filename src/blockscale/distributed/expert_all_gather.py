@@ -48,6 +48,7 @@ from .agreement import check_same_call
 from .collectives import reduce_scatter, wait
 from .divided_experts import LowCall, check_fused
 from .expert_plan import check_low
+from .overlap.decision import Work, expert_work, payload_of
 from .overlap.expert_rows import ExpertRows, PlacedRows, RowsOfTokens, multiply_rows
 from .overlap.expert_sharing import ExpertSharing, experts_of
 from .wire import cast_rows
@@ -105,16 +106,23 @@ def layer_by_all_gather(
     return y if watched is not x else unchanged_until_backward(y, *shards)
 
 
+def works_of(
+    tokens: int, topk: int, experts: int, ranks: int, recipe: Recipe, weights: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[Work, ...]:
+    """Both layers' forward for the model; none if the recipe cannot overlap.  tokens, experts: of all ranks.  weights:
+    shapes of a rank's."""
+    if _reason_against(recipe) is not None:
+        return ()
+    (first, second), rest = weights, (tokens, topk, experts, ranks, payload_of(recipe))
+    return (
+        expert_work("all_gather_grouped_mm", first, *rest),
+        expert_work("grouped_mm_reduce_scatter", second, *rest),
+    )
+
+
 def check_recipe(recipe: Recipe) -> None:
     """Raise unless rows of a recipe can arrive one after the other."""
-    reason = None
-    if recipe.is_quantized and None in (recipe.fprop, recipe.dgrad, recipe.wgrad):
-        reason = "this one leaves a product unquantized"
-    else:
-        travelling = (recipe.operand(role) for role in ("fprop_x", "dgrad_dy"))
-        scaled = any(each is not None and get_format(each.format).family == "nvfp4" for each in travelling)
-        if scaled or recipe.stochastic:
-            reason = "this one has tensor scales or rounds stochastically"
+    reason = _reason_against(recipe)
     if reason is not None:
         refuse(
             f"overlap for experts with recipe {recipe.name!r}",
@@ -122,6 +130,15 @@ def check_recipe(recipe: Recipe) -> None:
             fix='use a recipe such as fp8_blockwise, mxfp8 or bf16, or overlap="off"',
             error=ShardingError,
         )
+
+
+def _reason_against(recipe: Recipe) -> str | None:
+    """Why rows of a recipe cannot arrive one after the other; None if they can."""
+    if recipe.is_quantized and None in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+        return "this one leaves a product unquantized"
+    travelling = (recipe.operand(role) for role in ("fprop_x", "dgrad_dy"))
+    scaled = any(each is not None and get_format(each.format).family == "nvfp4" for each in travelling)
+    return "this one has tensor scales or rounds stochastically" if scaled or recipe.stochastic else None
 
 
 class AllGatherExpertsPlan(NamedTuple):

@@ -35,6 +35,7 @@ from .expert_all_gather import layer_by_all_gather
 from .expert_plan import check_low
 from .expert_styles import CutExperts, TensorParallelExperts, cut_experts_, cut_rest_
 from .overlap.choice import OVERLAPS, Overlap, link_for
+from .overlap.decision import Work
 from .overlap.expert_sharing import ExpertSharing
 
 Divisible = TypeVar("Divisible", MoE, AdaptedExperts)
@@ -157,6 +158,10 @@ class CutParallelExperts(TensorParallelExperts, ParallelExperts):
     def sharers(self, tokens: Tokens) -> tuple[Ranks, Tokens, range]:
         """All ranks of both dimensions; the tokens of each are one run."""
         return self.everyone or self.cut.ranks, Tokens(1, tokens.outer * tokens.inner), self.place.span()
+
+    def works(self, tokens: int, topk: int, ranks: int) -> tuple[Work, ...]:
+        """None: overlap="auto" is the exchange."""
+        return ()
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """This rank's part of the results for tokens x [T, dim] of the ranks that it shares experts with."""

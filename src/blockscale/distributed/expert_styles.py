@@ -26,10 +26,11 @@ from .collectives import Ranks, Tokens, ranks_of
 from .compiling import eager_before_2_13
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall, check_fused, check_routed
-from .expert_all_gather import layer_by_all_gather
+from .expert_all_gather import layer_by_all_gather, works_of
 from .expert_plan import check_low
 from .expert_tensor_parallel import multiply_messages
 from .overlap.choice import OVERLAPS, Overlap, link_for
+from .overlap.decision import Work
 from .overlap.expert_sharing import ExpertSharing
 from .styles import SwiGLUParallel, check_one_dimension, local_part
 from .tensor_parallel import refuse_stochastic_mlp
@@ -86,7 +87,8 @@ class TensorParallelExperts(GroupedExperts):
         check_routed(matrix(x), routed, first.in_features, first.experts)
         check_combined(gate_weights, routed)
         everyone, all_tokens, mine = self.sharers(tokens)
-        if (link := link_for(overlap, x, everyone)) is not None:
+        sizes = x.shape[:-1].numel() * everyone.size, gate_weights.shape[-1], everyone.size
+        if (link := link_for(overlap, x, everyone, lambda: self.works(*sizes))) is not None:
             sharing = ExpertSharing(everyone, all_tokens, mine, link)
             return layer_by_all_gather(self, x, routed, gate_weights, sharing, low=payload == "low")
         recipe = None
@@ -99,6 +101,15 @@ class TensorParallelExperts(GroupedExperts):
     def sharers(self, tokens: Tokens) -> tuple[Ranks, Tokens, range]:
         """Ranks whose tokens an overlapped call gathers, where this rank's lie among them, and this rank's experts."""
         return self.cut.ranks, tokens, range(self.gate_up.experts)
+
+    def works(self, tokens: int, topk: int, ranks: int) -> tuple[Work, ...]:
+        """What overlap="auto" weighs: both layers, if they can overlap.  tokens: of all ranks."""
+        first, second = self.gate_up, self.down
+        if not self.is_fused or first.recipe != second.recipe:
+            return ()
+        hidden = first.out_features // 2 // ranks
+        shapes = (first.experts, 2 * hidden, first.in_features), (first.experts, second.out_features, hidden)
+        return works_of(tokens, topk, first.experts, ranks, first.recipe_now, shapes)
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """This rank's part of the results for tokens x [T, dim] of all ranks.  messages: of tokens that were cast."""

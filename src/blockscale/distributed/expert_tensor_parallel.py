@@ -29,9 +29,10 @@ from .collectives import ranks_of
 from .compiling import eager_before_2_13
 from .dispatch import Payload, check_payload
 from .divided_experts import LowCall
-from .expert_all_gather import all_gather_experts
+from .expert_all_gather import all_gather_experts, works_of
 from .expert_plan import check_low, operands_of_rows
 from .overlap.choice import Overlap, link_for
+from .overlap.decision import Work
 from .overlap.expert_sharing import ExpertSharing
 from .tensor_parallel import refuse_stochastic_mlp
 from .token_exchange import ShardedTokens, over_hidden_units
@@ -83,7 +84,12 @@ def grouped_swiglu_parallel(
     weights = gate_up_weight, down_weight
     biases = gate_up_bias, down_bias if down_bias is None or ranks.rank == 0 else zeros_with_gradient(down_bias)
     call = LowCall(weights, biases, chosen, weight_operands)
-    link = link_for(overlap, x, ranks)
+
+    def works() -> tuple[Work, ...]:
+        sizes = x.shape[:-1].numel() * ranks.size, gate_weights.shape[-1], routing.experts, ranks.size
+        return works_of(*sizes, chosen, (tuple(gate_up_weight.shape), tuple(down_weight.shape)))
+
+    link = link_for(overlap, x, ranks, works)
     if link is not None:
         sharing = ExpertSharing(ranks, tokens, range(routing.experts), link)
         return all_gather_experts(x, routing, gate_weights, call, sharing, low=payload == "low")

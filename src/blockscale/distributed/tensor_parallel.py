@@ -43,6 +43,7 @@ from .agreement import check_same_call
 from .collectives import Ranks, Tokens, ranks_of
 from .gathered_activation import GatheredActivation
 from .overlap.choice import OVERLAPS, Overlap, link_for
+from .overlap.decision import Work, payload_of
 from .overlap.sharing import Sharing
 from .parallel_mlp_plan import ParallelMLPPlan
 from .parallel_plans import ColumnParallelPlan, RowParallelPlan
@@ -101,7 +102,7 @@ def column_parallel(
     check_columns(recipe, ("fprop_x", "wgrad_x"), tokens, wgrad, needs)
     call = _call(x, weight, bias, recipe, gather_dim, wgrad, needs)
     check_same_call(ranks, x.device, "column_parallel", *call, overlap)
-    link = link_for(overlap, x, ranks)
+    link = link_for(overlap, x, ranks, lambda: (_column_work(x, weight, recipe, ranks),))
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized, link)
     plan = ColumnParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, gather_dim, x.shape[gather_dim] * ranks.size)
@@ -142,7 +143,7 @@ def row_parallel(
         rounding = _rounding_of_tokens(rounding, tokens, ranks, weight.shape[0])
     call = _call(x, weight, bias, recipe, scatter_dim, wgrad, needs)
     check_same_call(ranks, x.device, "row_parallel", *call, overlap)
-    link = link_for(overlap, x, ranks)
+    link = link_for(overlap, x, ranks, lambda: (_row_work(x, 1, weight, recipe, ranks),))
     sharing = Sharing(ranks, tokens, wgrad == "requantized" and recipe.is_quantized, link)
     plan = RowParallelPlan(Casts(recipe, rounding), needs, output_dtype(x), sharing)
     shape = with_size(x, scatter_dim, x.shape[scatter_dim] // ranks.size)
@@ -211,7 +212,13 @@ def swiglu_parallel(
     call = _call(x, gate_up_weight, gate_up_bias, recipe, token_dim, wgrad, needs[0])
     call = *call, tuple(down_weight.shape), down_bias is None, *needs[1], overlap
     check_same_call(ranks, x.device, "swiglu_parallel", *call)
-    sharing = Sharing(ranks, tokens, wgrad == "requantized", link_for(overlap, x, ranks))
+
+    def works() -> tuple[Work, ...]:
+        row = _row_work(x, ranks.size, down_weight, recipe, ranks)
+        return _column_work(x, gate_up_weight, recipe, ranks), row
+
+    link = link_for(overlap, x, ranks, works)
+    sharing = Sharing(ranks, tokens, wgrad == "requantized", link)
     plan = ParallelMLPPlan(recipe, (None, None), needs, output_dtype(x), sharing)
     call_state = (None, *weight_operands)
     if not any((*needs[0], *needs[1])):
@@ -258,6 +265,23 @@ def _check(
     if weight_operands is not None:
         check_weight_operands(weight_operands, weight)
     check_name(wgrad, WGRADS, "source of columns")
+
+
+def _column_work(x: Tensor, weight: Tensor, recipe: Recipe, ranks: Ranks) -> Work:
+    """The forward of a column-parallel layer.  x: this rank's tokens."""
+    m, n = x.shape[:-1].numel() * ranks.size, weight.shape[0] * ranks.size
+    return Work("all_gather_mm", m, n, weight.shape[1], payload_of(recipe))
+
+
+def _row_work(x: Tensor, parts: int, weight: Tensor, recipe: Recipe, ranks: Ranks) -> Work:
+    """The forward of a row-parallel layer.  x: one of as many parts of all tokens."""
+    return Work(
+        "mm_reduce_scatter",
+        x.shape[:-1].numel() * parts,
+        weight.shape[0],
+        weight.shape[1] * ranks.size,
+        payload_of(recipe),
+    )
 
 
 def _rounding_of_tokens(rounding: Stochastic, tokens: Tokens, ranks: Ranks, columns: int) -> Stochastic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Literal
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ...errors import ShardingError, check_name, refuse
 from ..collectives import Ranks
+from . import decision
+from .decision import Work
 from .link import LayerLink, Link
 
 Overlap = Literal["auto", "on", "off"]
@@ -19,16 +22,24 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "on", "off")
 _ORDERED = ("x86_64", "AMD64")
 
 
-def link_for(overlap: Overlap, x: Tensor, ranks: Ranks) -> LayerLink | None:
+def link_for(
+    overlap: Overlap, x: Tensor, ranks: Ranks, works: Callable[[], tuple[Work, ...]] = tuple
+) -> LayerLink | None:
     """The link that a layer's call uses, or None for a collective before or after the product.
 
     overlap: "on" raises if the call cannot overlap; "auto" overlaps where the model promises a gain, which on CPU ranks
-    is never, and on GPUs not before it has been measured. All ranks pass the same and decide alike.
+    is never, and on GPUs not before it has been measured (`MEASURED_ON`). All ranks pass the same and decide alike.
+    works: makes the operations of the call for the model; without any "auto" is the collective.
     """
     check_name(overlap, OVERLAPS, "overlap")
-    if overlap != "on":
+    if overlap == "off" or (overlap == "auto" and x.device.type not in decision.MEASURED_ON):
         return None
     why = reason_against(x.device, ranks)
+    if overlap == "auto":
+        found = works() if why is None else ()
+        machine = Link.of(ranks, x.device).machine() if found else None
+        promised = machine is not None and decision.pays(machine, ranks.size, found)
+        return Link.of(ranks, x.device).layer() if promised else None
     if why is not None:
         refuse(f'overlap="on" for {why[0]}', rule=why[1], fix=f'{why[2]}, or pass overlap="auto"', error=ShardingError)
     return Link.of(ranks, x.device).layer()

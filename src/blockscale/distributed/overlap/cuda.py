@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from ...errors import ShardingError, refuse
+from ...roofline.ceilings import machine_of
 from ..failures import error_of_waiting, first_failure, timeout_of
 from ..symmetric import symmetric_buffer
 from .arena import HEADER, refuse_other_call, wrapped
@@ -125,9 +126,13 @@ class CudaTransport:
                 error=ShardingError,
             )
         if not self._knows_gpus:
-            _check_gpus(group, self._device)
+            _check_gpus(_gpus(group, self._device))
             self._knows_gpus = True
         return CudaArena(group, size, call, self._device, self._fault)
+
+    def machine(self, group: dist.ProcessGroup) -> str | None:
+        names = {each.name for each in _gpus(group, self._device)}
+        return machine_of(names.pop()) if len(names) == 1 else None
 
     def begin(self, group: dist.ProcessGroup) -> None:
         """Raise a failed wait; order this call after one on another stream."""
@@ -171,15 +176,21 @@ class _Gpu(NamedTuple):
 
     host: str
     uuid: str
+    name: str
     shares: bool
 
 
-def _check_gpus(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise on all ranks unless they are on one host, each with a GPU of its own."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    mine = _Gpu(socket.gethostname(), uuid, os.environ.get(OVERLAPPING, "0") == "1")
+def _gpus(group: dist.ProcessGroup, device: torch.device) -> list[_Gpu]:
+    """GPUs of all ranks. Collective."""
+    of = torch.cuda.get_device_properties(device)
+    mine = _Gpu(socket.gethostname(), str(of.uuid), of.name, os.environ.get(OVERLAPPING, "0") == "1")
     found = [mine] * group.size()
     dist.all_gather_object(found, mine, group)
+    return found
+
+
+def _check_gpus(found: Sequence[_Gpu]) -> None:
+    """Raise on all ranks unless they are on one host, each with a GPU of its own."""
     hosts = sorted({each.host for each in found})
     fix = 'pass a group of the GPUs of one host, or overlap="off"'
     if len(hosts) > 1:

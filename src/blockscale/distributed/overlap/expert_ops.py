@@ -30,9 +30,10 @@ from ..agreement import check_same_call
 from ..collectives import Tokens, ranks_of
 from ..wire import pack_rows
 from .choice import Overlap, link_for
+from .decision import Work, expert_work
 from .expert_rows import ExpertRows, PlacedRows, RowsOfTokens, ValuesProduct, multiply_rows
 from .expert_sharing import ExpertSharing, PendingTokens, experts_of
-from .ops import Matrix, check_travels
+from .ops import Matrix, check_travels, payload_between
 from .sharing import PendingSum
 
 
@@ -40,12 +41,13 @@ class GatheredRows(NamedTuple):
     """Rows of this rank's experts for the tokens of all ranks.
 
     rows: [M, K] sorted by expert, an operand or values.  routing: of all tokens [T] to this rank's experts; slots of
-    other ranks' experts go to none.  gate_weights: [T, k].
+    other ranks' experts go to none.  gate_weights: [T, k].  experts: of all ranks.
     """
 
     rows: Matrix
     routing: Routing
     gate_weights: Tensor
+    experts: int
 
 
 @torch.no_grad()
@@ -106,12 +108,19 @@ def all_gather_grouped_mm(
     if isinstance(a, BlockScaled):
         check_travels(a)
     values = a.data if isinstance(a, BlockScaled) else a
-    sharing = ExpertSharing(ranks, Tokens(1, a.shape[0]), mine, link_for(overlap, values, ranks))
+
+    def works() -> tuple[Work, ...]:
+        weight = len(mine), sum(weight.shape[1] for weight in weights), a.shape[1]
+        slots, payload = gate_weights.shape[1], payload_between(a, weights[0])
+        tokens = a.shape[0] * ranks.size
+        return (expert_work("all_gather_grouped_mm", weight, tokens, slots, routing.experts, ranks.size, payload),)
+
+    sharing = ExpertSharing(ranks, Tokens(1, a.shape[0]), mine, link_for(overlap, values, ranks, works))
     slots = sharing.route(experts_of(routing), gate_weights)
     tokens = sharing.gather(messages_of(a))
     rows, gates = slots.wait()
     results, placed = multiply_arrivals(tokens, rows, a, weights, biases, out_dtype)
-    return results, GatheredRows(placed, rows.routing, gates)
+    return results, GatheredRows(placed, rows.routing, gates, routing.experts)
 
 
 @torch.no_grad()
@@ -131,7 +140,7 @@ def grouped_mm_reduce_scatter(
     tensor, as weight is.  gathered: returned by it.  bias: [E, N], which one of the ranks adds that share an expert.
     out_dtype: of the parts, which travel in it, and of the sum.
     """
-    ranks, (_, routing, gates) = ranks_of(group), gathered
+    ranks, (_, routing, gates, experts) = ranks_of(group), gathered
     check_output(out_dtype)
     tokens, slots = gates.shape
     if tokens % ranks.size or tuple(a.shape[:-1]) != (tokens * slots,):
@@ -146,7 +155,12 @@ def grouped_mm_reduce_scatter(
     check_same_call(ranks, a.device, "grouped_mm_reduce_scatter", *facts)
     of = Tokens(1, tokens // ranks.size)
     values = a.data if isinstance(a, BlockScaled) else a
-    sharing = ExpertSharing(ranks, of, range(routing.experts), link_for(overlap, values, ranks))
+
+    def works() -> tuple[Work, ...]:
+        shape, payload = (routing.experts, *weight.shape[1:]), payload_between(a, weight)
+        return (expert_work("grouped_mm_reduce_scatter", shape, tokens, slots, experts, ranks.size, payload),)
+
+    sharing = ExpertSharing(ranks, of, range(routing.experts), link_for(overlap, values, ranks, works))
     return sum_combined(sharing, ExpertRows.of(routing, of, ranks.size), gates, a, weight, bias, out_dtype).wait()
 
 

@@ -13,6 +13,7 @@ from ...hardware import default_device, gpu_name, named_device
 from ...roofline.ceilings import machine_of
 from ...roofline.overlap import Operation, Prediction, overlap_gain, overlap_machine
 from ..collectives import ranks_of
+from . import decision
 from .choice import OVERLAPS, Overlap, reason_against
 
 # in words, what a call does
@@ -87,7 +88,11 @@ def explain(
         reason = 'as overlap="on" asks for'
     elif where.type == "cpu":
         reason = "since CPU ranks gain nothing by overlap"
-    else:
+    elif where.type not in decision.MEASURED_ON:
         reason = 'since overlap="auto" overlaps on GPUs only once it has been measured there'
+    else:
+        reason = "since there is no model of this machine" if prediction is None else f"as {prediction.decision}"
+    gains = overlap == "auto" and where.type in decision.MEASURED_ON and prediction is not None and prediction.pays
     call = f"{op} M={m:,} N={n:,} K={k:,}, {ranks.size} ranks"
-    return OverlapExplanation(call, overlap == "on" and against is None, reason, prediction, known)
+    overlaps = against is None and (overlap == "on" or gains)
+    return OverlapExplanation(call, overlaps, reason, prediction, known)

@@ -63,6 +63,7 @@ class Link:
         self.layers = self.gathers = self.sums = 0
         self._untaken: set[int] = set()  # gathers whose copies the main stream does not wait for yet
         self._open: Summation | None = None
+        self._machines: list[str | None] = []
         self._captured = False  # whether the last call is part of a CUDA graph
         self._arenas: dict[str, Arena] = {}
 
@@ -79,6 +80,20 @@ class Link:
     def all_of(cls, ranks: Ranks) -> dict[torch.device, Link]:
         """Links of a group by device."""
         return cls._LINKS.setdefault(_group_of(ranks), {})
+
+    def machine(self) -> str | None:
+        """Short name of the machine of all ranks; None if the model has none, they have different ones, or cannot map
+        each other's memory. Collective at first."""
+        if not self._machines:
+            group = self._alive()
+            found = self._transport.machine(group)
+            try:
+                if found is not None:
+                    self.arena("gather", 1, self.gathers + 1)
+            except ShardingError:  # on all ranks
+                found = None
+            self._machines.append(found)
+        return self._machines[0]
 
     def check(self) -> None:
         """Raise the error of a wait that failed on the GPU; later calls raise it by themselves. No sync."""

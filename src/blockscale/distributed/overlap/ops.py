@@ -20,6 +20,7 @@ from ...gemm.ops import check_bias, check_dense, check_output, multiply
 from ..agreement import check_same_call
 from ..collectives import Tokens, ranks_of
 from .choice import Overlap, link_for
+from .decision import Work, payload_of_formats
 from .link import Link
 from .products import Times
 from .sharing import Sharing
@@ -53,7 +54,12 @@ def all_gather_mm(
     _check(a, weights, biases, out_dtype)
     (operand, values), tokens = _split(a), Tokens(1, a.shape[0])
     check_same_call(ranks, a.device, "all_gather_mm", *map(_facts, (a, *weights)), out_dtype, overlap)
-    sharing = Sharing(ranks, tokens, False, link_for(overlap, values, ranks))
+
+    def works() -> tuple[Work, ...]:
+        columns = sum(weight.shape[0] for weight in weights) * ranks.size
+        return (Work("all_gather_mm", a.shape[0] * ranks.size, columns, a.shape[1], payload_between(a, weights[0])),)
+
+    sharing = Sharing(ranks, tokens, False, link_for(overlap, values, ranks, works))
     pending = sharing.gather(operand, values, values.dtype)
     products = [_times(w, bias, out_dtype) for w, bias in zip(weights, biases, strict=True)]
     results, operand, values = pending.multiply(products, "plain", out_dtype)
@@ -95,7 +101,12 @@ def mm_reduce_scatter(
     check_same_call(ranks, a.device, "mm_reduce_scatter", _facts(a), _facts(weight), out_dtype, overlap)
     tokens = Tokens(1, rows // ranks.size)
     operand, values = _split(a)
-    sharing = Sharing(ranks, tokens, False, link_for(overlap, values, ranks))
+
+    def works() -> tuple[Work, ...]:
+        features = a.shape[1] * ranks.size
+        return (Work("mm_reduce_scatter", rows, weight.shape[0], features, payload_between(a, weight)),)
+
+    sharing = Sharing(ranks, tokens, False, link_for(overlap, values, ranks, works))
     return sharing.product_sum(_times(weight, None, out_dtype), operand, values, out_dtype).wait()
 
 
@@ -133,6 +144,11 @@ def _times(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Times:
 def _split(a: Matrix) -> tuple[BlockScaled | None, Tensor]:
     """The operand that travels, if it is one, and a tensor of its device with its rows."""
     return (a, a.data) if isinstance(a, BlockScaled) else (None, a)
+
+
+def payload_between(*operands: Matrix) -> str | None:
+    """The model's name for a row operand and a weight."""
+    return payload_of_formats(*(each.format if isinstance(each, BlockScaled) else None for each in operands))
 
 
 def _facts(a: Matrix) -> tuple[object, ...]:

@@ -70,6 +70,10 @@ class Transport(Protocol):
         """Raise the error of a wait that has failed and that the host has not seen."""
         ...
 
+    def machine(self, group: dist.ProcessGroup) -> str | None:
+        """Short name of the machine that all ranks have, None if they differ or the model has none. Collective."""
+        ...
+
 
 class HostTransport:
     """CPU ranks of one host, whose waits raise where they are."""
@@ -93,6 +97,10 @@ class HostTransport:
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Errors have been raised."""
+
+    def machine(self, group: dist.ProcessGroup) -> str | None:
+        """The model has no CPUs."""
+        return None
 
 
 def transport_of(device: torch.device) -> Transport:

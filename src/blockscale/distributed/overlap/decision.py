@@ -1,0 +1,82 @@
+"""What `overlap="auto"` decides: the model's times of a call's operations, on a machine that all ranks have."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ...autograd.recipe import Recipe
+from ...roofline.overlap import LEAST_FLOPS, LEAST_GAIN, OVERLAP_PAYLOADS, Operation, overlap_gain, overlap_machine
+
+# kinds of devices on which "auto" overlaps at all: where overlapped calls have been run and timed
+MEASURED_ON: frozenset[str] = frozenset()
+
+
+class Work(NamedTuple):
+    """An operation of a call.  m, n, k: global sizes.  payload: name for the model; None if it has none.  ep, experts,
+    topk: of a mixture."""
+
+    op: Operation
+    m: int
+    n: int
+    k: int
+    payload: str | None
+    ep: int = 1
+    experts: int = 1
+    topk: int = 1
+
+
+def expert_work(
+    op: Operation, weight: tuple[int, ...], tokens: int, topk: int, experts: int, ranks: int, payload: str | None
+) -> Work:
+    """Layer 0 or 1 of a mixture.  weight: [E, N, K] of a rank.  tokens, experts: of all ranks.
+
+    >>> work = expert_work("all_gather_grouped_mm", (4, 1024, 4096), 8192, 2, 8, 8, "bf16")
+    >>> work.n, work.k, work.ep, work.experts
+    (4096, 4096, 2, 8)
+    """
+    mine, n, k = weight
+    ep = max(1, experts // mine)
+    if ranks % ep or mine * ep != experts:
+        return Work(op, tokens, n, k, None)
+    tp = ranks // ep
+    n, k = (n * tp, k) if op == "all_gather_grouped_mm" else (n, k * tp)
+    return Work(op, tokens, n, k, payload, ep, experts, topk)
+
+
+@functools.lru_cache(4096)
+def pays(machine: str, ranks: int, works: tuple[Work, ...]) -> bool:
+    """Whether the operations of a call gain 5 % or more by overlap, and have 1e11 FLOPs or more on a rank.
+
+    >>> up = Work("all_gather_mm", 4096, 49152, 12288, "fp8_blockwise_pow2")
+    >>> pays("h800", 8, (up,)), pays("h800", 8, (up._replace(m=64),)), pays("h800", 8, (up._replace(payload=None),))
+    (True, False, False)
+    """
+    if not works or any(each.payload is None for each in works):
+        return False
+    found = [
+        overlap_gain(
+            each.op, each.m, each.n, each.k, tp=ranks // each.ep, machine=overlap_machine(machine),
+            ep=each.ep, experts=each.experts, topk=each.topk, payload=each.payload or "",
+        )
+        for each in works
+    ]  # fmt: skip
+    gain = sum(each.serial for each in found) / sum(each.overlapped for each in found)
+    return gain >= LEAST_GAIN and sum(each.flops for each in found) >= LEAST_FLOPS
+
+
+def payload_of(recipe: Recipe) -> str | None:
+    """The model's name for what travels, and for the product; None if it has none.
+
+    >>> from blockscale.autograd import get_recipe
+    >>> [payload_of(get_recipe(name)) for name in ("bf16", "fp8_blockwise_pow2", "mxfp8", "nvfp4")]
+    ['bf16', 'fp8_blockwise', 'mxfp8', None]
+    """
+    if recipe.fprop is None:
+        return "bf16"
+    return payload_of_formats(*(recipe.operand(role).format for role in ("fprop_x", "fprop_w")))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def payload_of_formats(x: str | None, weight: str | None) -> str | None:
+    """The model's name for operands of these formats; None for tensors."""
+    return next((name for name, formats in OVERLAP_PAYLOADS.items() if formats == (x, weight)), None)
