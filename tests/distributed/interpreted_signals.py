@@ -119,6 +119,8 @@ def run(rank: int, folder: str) -> None:
             capturing = call > CALLS // 4 and call % 3 == 0
             wrong += gathered(link, call) + summed(link, call)
         capturing = False
+        kept = link._transport._captured
+        assert [each.size for each in kept] == [1 << 16, 1 << 16, 1 << 18], "graphs copy through arenas that grew"
         link.check()
     assert memory.sizes == [HEADER + (1 << 16)] * 2 + [HEADER + (1 << 18)]
     with on_the_cpu(memory, 100):

@@ -115,7 +115,9 @@ class CudaTransport:
         self.poison = self._fault.poison
         # of the last call, by whether it is part of a CUDA graph
         self._streams: dict[bool, torch.cuda.Stream] = {}
-        self._knows_gpus = self._meets = False
+        self._knows_gpus = False
+        # graphs copy through them: they stay when larger ones take their place
+        self._captured: list[CudaArena] = []
 
     def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
         if self.is_capturing():
@@ -150,8 +152,9 @@ class CudaTransport:
         """The arena as a call uses it that begins, after a meeting of all ranks if a graph has been captured."""
         assert isinstance(arena, CudaArena)
         capturing = self.is_capturing()
-        self._meets |= capturing
-        if self._meets:
+        if capturing and arena not in self._captured:
+            self._captured.append(arena)
+        if self._captured:
             arena.meet()
         return arena.counted() if capturing else arena
 
