@@ -191,14 +191,14 @@ def wrong_values(seed: int, kinds: Sequence[str] = KINDS) -> int:
 
 @pytest.mark.slow
 def test_values_do_not_depend_on_the_order_of_streams():
-    seeds = range(1000 if "ALL_TESTS" in os.environ else 40)
+    seeds = range(1000 if "ALL_TESTS" in os.environ else 16)
     assert [seed for seed in seeds if wrong_values(seed)] == []
 
 
 @pytest.mark.slow
 def test_values_of_graphs_do_not_depend_on_the_order_of_streams():
     """Graphs of one call or several, replayed between other calls."""
-    seeds = range(1000 if "ALL_TESTS" in os.environ else 15)
+    seeds = range(1000 if "ALL_TESTS" in os.environ else 8)
     assert [seed for seed in seeds if wrong_values(seed, WITH_GRAPHS)] == []
 
 
