@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import arguments
 from .bench_rows import FILE_WIDTH, show_wrong, timed
-from .roofline_overlap import SHAPES, Op, Payload
+from .roofline_overlap import LAYERS, SHAPES, Op, Payload, expert_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,12 +35,13 @@ _FIGURES = {
 
 
 def run(
-    op: tuple[Op, ...] = ("all_gather_mm",),
+    op: tuple[Op, ...] = (),
     m: int | None = None,
     n: int | None = None,
     k: int | None = None,
     experts: int | None = None,
     topk: int | None = None,
+    model: str | None = None,
     tp: int = 8,
     ep: int = 1,
     payload: tuple[Payload, ...] = ("fp8_blockwise_pow2",),
@@ -60,13 +61,16 @@ def run(
     status 1 if one is wrong. Sizes are of all ranks together, by default those of the Flux performance report.
 
     Args:
-        op: all_gather_mm: rows are gathered, then multiplied. mm_reduce_scatter: partial products are summed over the
-            ranks. all_gather_grouped_mm, grouped_mm_reduce_scatter: the same with experts, layers 0 and 1 of a mixture.
+        op: all_gather_mm, the default: rows are gathered, then multiplied. mm_reduce_scatter: partial products are
+            summed over the ranks. all_gather_grouped_mm, grouped_mm_reduce_scatter: the same with experts, layers 0
+            and 1 of a mixture.
         m: Rows, which are tokens.
         n: Out features: those of an expert in layer 0, those of a token in layer 1.
         k: In features: those of a token in layer 0, those of an expert in layer 1.
         experts: Experts of a mixture; 32 by default.
         topk: Experts of a token; 4 by default. Each token draws its experts at random, from a fixed seed.
+        model: mixtral-8x7b or qwen1.5-moe-a2.7b: layers 0 and 1 at its sizes, gate and up in one weight, or one of them
+            with --op. 8192 tokens, or --m, or --tokens.
         tp: Ranks that cut a weight.
         ep: Groups of TP ranks that divide the experts.
         payload: What gathers carry and products multiply; sums travel in bf16.
@@ -83,6 +87,16 @@ def run(
         commit: Commit to record if the source is not a git checkout.
     """
     mixture = {"--experts": experts, "--topk": topk, "--ep": ep if ep != 1 else None}
+    sizes = dict(SHAPES)
+    if model is not None:
+        from ..bench.shapes import OVERLAP_TOKENS, expert_products
+
+        named = {"--n": n, "--k": k, "--experts": experts, "--topk": topk, "--ratio": ratio}
+        named |= {f"--op {each}": each not in LAYERS for each in op}
+        _, (of_model, _) = expert_model(model, named)
+        op, experts, topk = op or LAYERS, of_model.experts, of_model.top_k
+        sizes |= zip(LAYERS, expert_products(of_model, OVERLAP_TOKENS), strict=True)
+    op = op or ("all_gather_mm",)
     _check_options(op, {"--m": m, "--n": n, "--k": k, "--tp": tp}, mixture, ratio, tokens)
     arguments.check_device(device)
     arguments.check_writable(json, "--json")
@@ -101,7 +115,7 @@ def run(
         if where.type != "cuda":
             size, (most, few) = _tiny(each, size, tp * ep, tp), (TINY_MIXTURE[0] * ep, TINY_MIXTURE[1])
         counts = (experts or most, topk or few) if "grouped" in each else (1, 1)
-        default = SHAPES[each]
+        default = sizes[each]
         rows, out, features = (given or usual for given, usual in zip(size, default, strict=True))
         for name in payload:
             first = overlap.Problem(each, rows, out, features, tp, name, ep, *counts, chunks, rank, graph)
