@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import env
+from ..errors import MissingPackageError
 from . import arguments
 from .bench_rows import FILE_WIDTH, show_wrong, timed
 from .roofline_overlap import LAYERS, SHAPES, Op, Payload, expert_model
@@ -51,6 +54,7 @@ def run(
     rank: int = 0,
     graph: bool = False,
     json: Path | None = None,
+    trace: Path | None = None,
     quick: bool = False,
     device: str | None = None,
     commit: str | None = None,
@@ -82,6 +86,8 @@ def run(
         rank: The rank that is timed, on which it depends whether such rows are adjacent.
         graph: Time calls in CUDA graphs, without launches.
         json: Store the rows in this file, replacing rows of the same case and GPU.
+        trace: Draw one overlapped call of each case and one serial one into this .svg or .png: a lane for each CUDA
+            stream with its GEMMs, copies, sums and waits.
         quick: Five rounds instead of eleven.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         commit: Commit to record if the source is not a git checkout.
@@ -100,6 +106,9 @@ def run(
     _check_options(op, {"--m": m, "--n": n, "--k": k, "--tp": tp}, mixture, ratio, tokens)
     arguments.check_device(device)
     arguments.check_writable(json, "--json")
+    _check_trace(trace)
+    if trace is not None:
+        env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console(FILE_WIDTH)
     with console.status("importing torch ..."):
         from ..bench.store import read
@@ -107,6 +116,9 @@ def run(
         from ..hardware import default_device, gpu_name, named_device
 
     where = default_device() if device is None else named_device(device)
+    if trace is not None and where.type != "cuda":
+        rule, fix = "a timeline is one of CUDA streams, and a CPU has none", "leave --trace out, or run it on a GPU"
+        arguments.refuse(f"--trace {trace} on {where.type}", rule, fix)
     if json is not None:
         read(json)  # raises for a file of another kind before anything is timed
     gpu, cases = gpu_name(where), list[overlap.Case]()
@@ -126,6 +138,15 @@ def run(
     rows_found = list(timed(console, cases, SUITE, where, SECONDS, json=json, quick=quick, commit=commit))
     console.print(_table(rows_found))
     _show_notes(console, rows_found)
+    if trace is not None:
+        from ..bench import timeline
+
+        panels = dict[str, list[timeline.Event]]()
+        for case, row in zip(cases, rows_found, strict=True):
+            panels |= {} if row.fault else timeline.timelines(case, where)
+        if panels:
+            timeline.draw(panels, trace)
+            console.print(f"wrote {trace}")
     return show_wrong(console, rows_found)
 
 
@@ -155,6 +176,16 @@ def _check_options(
             if count is not None and "grouped" not in each:
                 fix = f"leave {flag} out"
                 arguments.refuse(f"{flag} {count} with {each}", "only operations of a mixture have experts", fix)
+
+
+def _check_trace(trace: Path | None) -> None:
+    """Raise for a picture that cannot be drawn."""
+    arguments.check_writable(trace, "--trace")
+    if trace is not None and trace.suffix not in (".svg", ".png"):
+        arguments.refuse(f"--trace {trace}", "the picture is an .svg or a .png", f"pass {trace.with_suffix('.svg')}")
+    if trace is not None and importlib.util.find_spec("matplotlib") is None:
+        rule, fix = "matplotlib draws it, which is not installed", "pip install matplotlib"
+        arguments.refuse(f"--trace {trace}", rule, fix, MissingPackageError)
 
 
 def _tiny(op: Op, sizes: tuple[int | None, ...], ranks: int, tp: int) -> tuple[int | None, ...]:
