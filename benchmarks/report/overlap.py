@@ -7,11 +7,10 @@ so they have lines or columns of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from blockscale.bench.overlaps import ONE
-from blockscale.bench.shapes import Mixture
 from blockscale.bench.store import Row
 from blockscale.bench.suites.overlap import Named, named
 from blockscale.roofline import Prediction, overlap_gain, overlap_machine
@@ -48,14 +47,6 @@ _DENSE: dict[tuple[Operation, str], Published] = {
     ("mm_reduce_scatter", "h800"): Published((0.818, 0.590, 1.408), (0.822, 0.111, 0.932)),
 }
 
-# experts, experts of a token, features, hidden units; and layers
-MODELS: dict[str, tuple[Mixture, int]] = {
-    "Mixtral 8x7B": (Mixture(8, 2, 4096, 14336), 32),
-    "Qwen1.5-MoE-A2.7B": (Mixture(60, 4, 2048, 1408), 24),
-}
-TOKENS = 8192
-# what `overlap="auto"` chooses, by whether it pays in layers 0 and 1
-_CHOICES = {(True, True): "on", (True, False): "on in layer 0", (False, True): "on in layer 1", (False, False): "off"}
 # options of `blockscale roofline overlap` that need not be written
 _DEFAULTS = ("--tp 8", "--ep 1", "--experts 32", "--topk 4")
 
@@ -76,10 +67,10 @@ def dense_table(rows: Sequence[Row]) -> str:
                 command = f"`blockscale roofline overlap --op {op} --machine {machine} --payload {payload}`"
                 lines.append([f"{title}, ours {name}", gpus, *_modelled(found), command])
         for payload, name in PAYLOADS.items():
-            times = _measured(rows, Named(op, (m, n, k), 8, 1, 1, 1), payload)
+            times = _measured(rows, _dense(op), payload)
             command = f"`blockscale bench overlap --op {op} --payload {payload}`"
             lines.append([f"{title}, ours {name}", MEASURED_ON, *times, command])
-    return _with_provenance(rows, OPERATIONS, table(head, lines))
+    return with_provenance(rows, [_dense(op) for op in OPERATIONS], table(head, lines))
 
 
 def experts_table(rows: Sequence[Row]) -> str:
@@ -90,7 +81,8 @@ def experts_table(rows: Sequence[Row]) -> str:
     head.append("command")
     lines: list[list[str]] = []
     published = {(_case(row), row.machine): row for row in FLUX_ROWS}
-    for case in dict.fromkeys(_case(row) for row in FLUX_ROWS if row.experts > 1):
+    cases = [*dict.fromkeys(_case(row) for row in FLUX_ROWS if row.experts > 1)]
+    for case in cases:
         label = f"{LAYERS[case.op]}, TP {case.tp} EP {case.ep}, E={case.experts} k={case.topk}"
         options = " ".join([f"--op {case.op}", *(text for text in _options(case) if text not in _DEFAULTS)])
         for machine, gpus in MACHINES.items():
@@ -113,41 +105,11 @@ def experts_table(rows: Sequence[Row]) -> str:
             lines.append([label, MEASURED_ON, "-", "-", *times, command])
     if not any(line[1] == MEASURED_ON for line in lines):
         lines.append(["all", MEASURED_ON, "-", "-", *["-", "-", NOT_MEASURED] * len(PAYLOADS), "-"])
-    return _with_provenance(rows, LAYERS, table(head, lines))
+    return with_provenance(rows, cases, table(head, lines))
 
 
-def models_table(rows: Sequence[Row]) -> str:
-    """Forward of all experts of a model, both layers, with overlap off and on, and what `auto` chooses."""
-    head = ["model", "GPUs"]
-    for name in PAYLOADS.values():
-        head += [f"{name}, off", "on", "off / on", "auto"]
-    lines: list[list[str]] = []
-    for model, (mixture, layers) in MODELS.items():
-        for machine, gpus in MACHINES.items():
-            cells: list[str] = []
-            for payload in PAYLOADS:
-                found = forward(mixture, machine, payload)
-                off = sum(each.serial for each in found) * layers
-                on = sum(each.overlapped for each in found) * layers
-                cells += [f"{1e3 * off:.1f} m", f"{1e3 * on:.1f} m", f"{off / on:.2f}x m", _CHOICES[_pay(found)]]
-            lines.append([f"{model}, {layers} layers", gpus, *cells])
-    return table(head, lines)
-
-
-def _pay(found: tuple[Prediction, Prediction]) -> tuple[bool, bool]:
-    return found[0].pays, found[1].pays
-
-
-def forward(mixture: Mixture, machine: str, payload: str) -> tuple[Prediction, Prediction]:
-    """Layer 0, with gate and up on one gather, and layer 1 of one mixture on TP 8."""
-    experts, topk, features, hidden = mixture
-    first, second = LAYERS
-    given = {"tp": 8, "experts": experts, "topk": topk}
-    of = overlap_machine(machine)
-    return (
-        overlap_gain(first, TOKENS, 2 * hidden, features, **given, machine=of, payload=payload),
-        overlap_gain(second, TOKENS, features, hidden, **given, machine=of, payload=payload),
-    )
+def _dense(op: Operation) -> Named:
+    return Named(op, _DENSE_SIZES[op], 8, 1, 1, 1)
 
 
 def _case(row: PublishedRow) -> Named:
@@ -165,23 +127,22 @@ def _modelled(found: Prediction) -> list[str]:
     return [f"{1e3 * found.product:.3f} m", f"{1e3 * (total - found.product):.3f} m", f"{1e3 * total:.3f} m{plain}"]
 
 
+def rows_of(rows: Sequence[Row], case: Named, payload: str) -> list[Row]:
+    """Timed rows of a case, by whatever chunks, the fastest one first."""
+    mine = [row for row in rows if row.suite == SUITE and row.format == payload and named(row.case) == case]
+    return sorted((row for row in mine if row.us is not None), key=lambda row: row.us or 0.0)
+
+
 def _measured(rows: Sequence[Row], case: Named, payload: str) -> list[str]:
     """Cells of product, exposed communication and total of the fastest stored row of a case."""
-    mine = [
-        (row.us, row.peers[ONE]["us"])
-        for row in rows
-        if row.suite == SUITE
-        and row.format == payload
-        and named(row.case) == case
-        and row.us is not None
-        and "us" in row.peers.get(ONE, {})
-    ]
+    mine = [(row.us, row.peers[ONE]["us"]) for row in rows_of(rows, case, payload) if "us" in row.peers.get(ONE, {})]
     if not mine:
         return ["-", "-", NOT_MEASURED]
-    total, product = min(mine)
-    return [f"{each / 1e3:.3f}" for each in (product, total - product, total)]
+    total, product = mine[0]
+    return [f"{(each or 0.0) / 1e3:.3f}" for each in (product, (total or 0.0) - product, total)]
 
 
-def _with_provenance(rows: Sequence[Row], ops: Iterable[Operation], text: str) -> str:
-    mine = [row for row in rows if row.suite == SUITE and row.group in {*ops}]
+def with_provenance(rows: Sequence[Row], cases: Collection[Named], text: str) -> str:
+    """A table, and below it where the stored rows of its cases come from."""
+    mine = [row for row in rows if row.suite == SUITE and named(row.case) in cases]
     return f"{text}\n\nMeasured: {provenance(mine)}" if mine else text

@@ -21,6 +21,7 @@ from . import (
     layers,
     moe,
     overlap,
+    overlap_models,
     speed,
     training,
 )
@@ -85,7 +86,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
 MODEL_SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "overlap-dense": overlap.dense_table,
     "overlap-experts": overlap.experts_table,
-    "overlap-models": overlap.models_table,
+    "overlap-models": overlap_models.models_table,
 }
 
 # sections made from training runs

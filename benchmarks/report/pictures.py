@@ -12,7 +12,16 @@ from blockscale.bench.store import Row
 from blockscale.bench.trainings import Training, convergences
 from blockscale.roofline import MEASURED, NOMINAL, TRAINING
 
-from . import casts, casts_picture, headline, headline_picture, roofline_picture, training, training_picture
+from . import (
+    casts,
+    casts_picture,
+    headline,
+    headline_picture,
+    overlap_picture,
+    roofline_picture,
+    training,
+    training_picture,
+)
 
 FOLDER = Path("docs")
 # measured layers of the roofline, and the model whose layers are drawn
@@ -21,8 +30,10 @@ MODEL = "DeepSeek-V3 671B"
 
 
 def draw_all(root: Path, rows: Sequence[Row], trainings: Sequence[Training]) -> list[Path]:
-    """Draw the pictures whose rows are stored; returns their paths relative to `root`."""
-    drawn: list[Path] = []
+    """Draw the pictures whose rows are stored, and that of overlap, which is modelled where none are; returns their
+    paths relative to `root`."""
+    drawn = [FOLDER / overlap_picture.PICTURE]
+    overlap_picture.draw(rows, root / drawn[0])
     if casts.main_rows(rows):
         drawn.append(FOLDER / casts.PICTURE)
         casts_picture.draw(rows, root / drawn[-1])

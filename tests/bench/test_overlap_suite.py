@@ -14,9 +14,11 @@ import torch
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
+from blockscale import hardware
 from blockscale.bench import expert_overlaps, harness, overlaps, store, timing
 from blockscale.bench.suites import overlap as suite
 from blockscale.bench.virtual_link import LateCopies, ReadyLink, VirtualGathering, VirtualLink, VirtualSummation
+from blockscale.cli import bench_overlap
 from blockscale.cli.main import main
 from blockscale.distributed.collectives import Tokens
 from blockscale.distributed.overlap import expert_ops
@@ -318,6 +320,23 @@ def test_rows_have_all_times_and_figures(op: str, tmp_path: Path, capsys: pytest
         assert found == (op, tuple(row.shape), *((2, 2, 8, 2) if op in MIXED else (4, 1, 1, 1)))
 
 
+def test_a_model_sets_both_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of the model on a GPU; a dry run keeps its experts, of which each token has as many."""
+    found = list[harness.Case]()
+    monkeypatch.setattr(bench_overlap, "timed", lambda console, cases, *rest, **options: found.extend(cases) or [])
+    words = "bench overlap --model qwen1.5-moe --payload bf16 --device"
+    assert main([*words.split(), "cpu"]) == 0
+    assert [case.name for case in found] == [
+        "all_gather_grouped_mm bf16 M=64 N=1024 K=256 TP8 EP1 E60 top-4",
+        "grouped_mm_reduce_scatter bf16 M=64 N=256 K=1024 TP8 EP1 E60 top-4",
+    ]
+    found.clear()
+    monkeypatch.setattr(hardware, "named_device", torch.device)
+    monkeypatch.setattr(hardware, "gpu_name", lambda device: "NVIDIA H200")
+    assert main([*words.split(), "cuda", "--op", MIXED[1], "--m", "4096", "--ep", "2", "--tp", "4"]) == 0
+    assert [case.name for case in found] == ["grouped_mm_reduce_scatter bf16 M=4096 N=2048 K=1408 TP4 EP2 E60 top-4"]
+
+
 def test_chunks_and_method_are_in_the_name() -> None:
     made = problem(groups=(1, 3), rank=2, captured=True)
     case = suite.case(made, "")
@@ -355,6 +374,10 @@ def test_sizes_of_a_ratio_have_it_by_the_model(op: Any, payload: str, ratio: flo
         ("--ep 2", "--ep 2 with all_gather_mm", "leave --ep out"),
         ("--op nonsense", "invalid choice 'nonsense'", "pass such a value"),
         ("--experts 8", "--experts 8 with all_gather_mm", "leave --experts out"),
+        ("--model mixtral9", "unknown model with experts 'mixtral9'", "did you mean mixtral-8x7b"),
+        ("--model mixtral --topk 1", "--topk with --model", "leave --topk or --model out"),
+        ("--model mixtral --op mm_reduce_scatter", "--op mm_reduce_scatter with --model", "leave --op"),
+        ("--model mixtral --ratio 1", "--ratio with --model", "leave --ratio or --model out"),
         ("--ratio 0", "--ratio 0", "pass 0.25 to 2"),
         ("--ratio 1 --n 128", "--ratio with --n", "leave one of them out"),
         ("--ratio 1 --k 128 --op mm_reduce_scatter", "--ratio with --k", "leave one of them out"),

@@ -81,6 +81,31 @@ MIXTURES: Mapping[str, Mixture] = {
     "gpt-oss 120B": Mixture(128, 4, 2880, 2880),
 }
 
+
+class ExpertModel(NamedTuple):
+    """A model with experts.  layers: of them, all equal."""
+
+    mixture: Mixture
+    layers: int
+
+
+# models whose experts are timed and modelled with overlap, and tokens of all ranks
+OVERLAP_MODELS: Mapping[str, ExpertModel] = {
+    "Mixtral 8x7B": ExpertModel(Mixture(8, 2, 4096, 14336), 32),
+    "Qwen1.5-MoE-A2.7B": ExpertModel(Mixture(60, 4, 2048, 1408), 24),
+}
+OVERLAP_TOKENS = 8192
+
+
+def expert_products(mixture: Mixture, tokens: int) -> tuple[Product, Product]:
+    """(tokens, N, K) of layer 0, whose gate and up share a gather, and of layer 1, of a whole mixture.
+
+    >>> expert_products(OVERLAP_MODELS["Mixtral 8x7B"].mixture, 8192)
+    ((8192, 28672, 4096), (8192, 4096, 14336))
+    """
+    return (tokens, 2 * mixture.hidden, mixture.features), (tokens, mixture.features, mixture.hidden)
+
+
 # rows of each expert: equal, by Zipf's law as from an unbalanced router, or all on one
 Load = Literal["balanced", "zipf", "worst"]
 LOADS: tuple[Load, ...] = ("balanced", "zipf", "worst")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import env
+from ..errors import MissingPackageError
 from . import arguments
 from .bench_rows import FILE_WIDTH, show_wrong, timed
-from .roofline_overlap import SHAPES, Op, Payload
+from .roofline_overlap import LAYERS, SHAPES, Op, Payload, expert_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,12 +38,13 @@ _FIGURES = {
 
 
 def run(
-    op: tuple[Op, ...] = ("all_gather_mm",),
+    op: tuple[Op, ...] = (),
     m: int | None = None,
     n: int | None = None,
     k: int | None = None,
     experts: int | None = None,
     topk: int | None = None,
+    model: str | None = None,
     tp: int = 8,
     ep: int = 1,
     payload: tuple[Payload, ...] = ("fp8_blockwise_pow2",),
@@ -50,6 +54,7 @@ def run(
     rank: int = 0,
     graph: bool = False,
     json: Path | None = None,
+    trace: Path | None = None,
     quick: bool = False,
     device: str | None = None,
     commit: str | None = None,
@@ -60,13 +65,16 @@ def run(
     status 1 if one is wrong. Sizes are of all ranks together, by default those of the Flux performance report.
 
     Args:
-        op: all_gather_mm: rows are gathered, then multiplied. mm_reduce_scatter: partial products are summed over the
-            ranks. all_gather_grouped_mm, grouped_mm_reduce_scatter: the same with experts, layers 0 and 1 of a mixture.
+        op: all_gather_mm, the default: rows are gathered, then multiplied. mm_reduce_scatter: partial products are
+            summed over the ranks. all_gather_grouped_mm, grouped_mm_reduce_scatter: the same with experts, layers 0
+            and 1 of a mixture.
         m: Rows, which are tokens.
         n: Out features: those of an expert in layer 0, those of a token in layer 1.
         k: In features: those of a token in layer 0, those of an expert in layer 1.
         experts: Experts of a mixture; 32 by default.
         topk: Experts of a token; 4 by default. Each token draws its experts at random, from a fixed seed.
+        model: mixtral-8x7b or qwen1.5-moe-a2.7b: layers 0 and 1 at its sizes, gate and up in one weight, or one of them
+            with --op. 8192 tokens, or --m, or --tokens.
         tp: Ranks that cut a weight.
         ep: Groups of TP ranks that divide the experts.
         payload: What gathers carry and products multiply; sums travel in bf16.
@@ -78,14 +86,29 @@ def run(
         rank: The rank that is timed, on which it depends whether such rows are adjacent.
         graph: Time calls in CUDA graphs, without launches.
         json: Store the rows in this file, replacing rows of the same case and GPU.
+        trace: Draw one overlapped call of each case and one serial one into this .svg or .png: a lane for each CUDA
+            stream with its GEMMs, copies, sums and waits.
         quick: Five rounds instead of eleven.
         device: Device to run on, such as cpu or cuda:0; the first GPU if there is one.
         commit: Commit to record if the source is not a git checkout.
     """
     mixture = {"--experts": experts, "--topk": topk, "--ep": ep if ep != 1 else None}
+    sizes = dict(SHAPES)
+    if model is not None:
+        from ..bench.shapes import OVERLAP_TOKENS, expert_products
+
+        named = {"--n": n, "--k": k, "--experts": experts, "--topk": topk, "--ratio": ratio}
+        named |= {f"--op {each}": each not in LAYERS for each in op}
+        _, (of_model, _) = expert_model(model, named)
+        op, experts, topk = op or LAYERS, of_model.experts, of_model.top_k
+        sizes |= zip(LAYERS, expert_products(of_model, OVERLAP_TOKENS), strict=True)
+    op = op or ("all_gather_mm",)
     _check_options(op, {"--m": m, "--n": n, "--k": k, "--tp": tp}, mixture, ratio, tokens)
     arguments.check_device(device)
     arguments.check_writable(json, "--json")
+    _check_trace(trace)
+    if trace is not None:
+        env.suggest_to_others("KINETO_LOG_LEVEL", "99")  # silences the log of torch's profiler
     console = arguments.wide_console(FILE_WIDTH)
     with console.status("importing torch ..."):
         from ..bench.store import read
@@ -93,6 +116,9 @@ def run(
         from ..hardware import default_device, gpu_name, named_device
 
     where = default_device() if device is None else named_device(device)
+    if trace is not None and where.type != "cuda":
+        rule, fix = "a timeline is one of CUDA streams, and a CPU has none", "leave --trace out, or run it on a GPU"
+        arguments.refuse(f"--trace {trace} on {where.type}", rule, fix)
     if json is not None:
         read(json)  # raises for a file of another kind before anything is timed
     gpu, cases = gpu_name(where), list[overlap.Case]()
@@ -101,7 +127,7 @@ def run(
         if where.type != "cuda":
             size, (most, few) = _tiny(each, size, tp * ep, tp), (TINY_MIXTURE[0] * ep, TINY_MIXTURE[1])
         counts = (experts or most, topk or few) if "grouped" in each else (1, 1)
-        default = SHAPES[each]
+        default = sizes[each]
         rows, out, features = (given or usual for given, usual in zip(size, default, strict=True))
         for name in payload:
             first = overlap.Problem(each, rows, out, features, tp, name, ep, *counts, chunks, rank, graph)
@@ -112,6 +138,15 @@ def run(
     rows_found = list(timed(console, cases, SUITE, where, SECONDS, json=json, quick=quick, commit=commit))
     console.print(_table(rows_found))
     _show_notes(console, rows_found)
+    if trace is not None:
+        from ..bench import timeline
+
+        panels = dict[str, list[timeline.Event]]()
+        for case, row in zip(cases, rows_found, strict=True):
+            panels |= {} if row.fault else timeline.timelines(case, where)
+        if panels:
+            timeline.draw(panels, trace)
+            console.print(f"wrote {trace}")
     return show_wrong(console, rows_found)
 
 
@@ -141,6 +176,16 @@ def _check_options(
             if count is not None and "grouped" not in each:
                 fix = f"leave {flag} out"
                 arguments.refuse(f"{flag} {count} with {each}", "only operations of a mixture have experts", fix)
+
+
+def _check_trace(trace: Path | None) -> None:
+    """Raise for a picture that cannot be drawn."""
+    arguments.check_writable(trace, "--trace")
+    if trace is not None and trace.suffix not in (".svg", ".png"):
+        arguments.refuse(f"--trace {trace}", "the picture is an .svg or a .png", f"pass {trace.with_suffix('.svg')}")
+    if trace is not None and importlib.util.find_spec("matplotlib") is None:
+        rule, fix = "matplotlib draws it, which is not installed", "pip install matplotlib"
+        arguments.refuse(f"--trace {trace}", rule, fix, MissingPackageError)
 
 
 def _tiny(op: Op, sizes: tuple[int | None, ...], ranks: int, tp: int) -> tuple[int | None, ...]:

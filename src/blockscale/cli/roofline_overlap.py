@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import check_name
@@ -11,7 +12,8 @@ from . import arguments
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..roofline import OverlapMachine
+    from ..bench.shapes import ExpertModel
+    from ..roofline import OverlapMachine, Prediction
 
 Op = Literal["all_gather_mm", "mm_reduce_scatter", "all_gather_grouped_mm", "grouped_mm_reduce_scatter"]
 Payload = Literal["bf16", "fp8_blockwise", "fp8_blockwise_pow2", "mxfp8"]
@@ -22,7 +24,9 @@ SHAPES: dict[Op, tuple[int, int, int]] = {
     "all_gather_grouped_mm": (8192, 8192, 8192),
     "grouped_mm_reduce_scatter": (8192, 8192, 8192),
 }
+LAYERS: tuple[Op, Op] = ("all_gather_grouped_mm", "grouped_mm_reduce_scatter")
 _HEAD = ("payload", "wire MB", "G µs", "C µs", "T µs", "serial µs", "exposed µs", "hidden", "bound by", "decision")
+_PATHS = ("serial", "overlapped")
 _ERRORS = ("fitted", "left out", "unfitted")
 _FLUX = ("machine, operation", "TP EP E k", "G ms", "C ms", "Flux ms", "torch ms", "model ms", *_ERRORS)
 _TRITON = ("M", "N", "K", "G ms", "C ms", "fused ms", "model ms", "fitted")
@@ -35,6 +39,7 @@ def run(
     k: int | None = None,
     experts: int | None = None,
     topk: int | None = None,
+    model: str | None = None,
     tp: int = 8,
     ep: int = 1,
     payload: tuple[Payload, ...] = ("bf16", "fp8_blockwise_pow2", "mxfp8"),
@@ -54,6 +59,8 @@ def run(
         k: In features: those of a token in layer 0, those of an expert in layer 1.
         experts: Experts of a mixture; 32 by default.
         topk: Experts of a token; 4 by default.
+        model: mixtral-8x7b or qwen1.5-moe-a2.7b: layers 0 and 1 at its sizes, gate and up in one weight, and the sum
+            over its layers. 8192 tokens, or --m.
         tp: Ranks that cut a weight.
         ep: Groups of TP ranks that divide the experts.
         payload: What gathers carry and products multiply; sums travel in bf16.
@@ -72,31 +79,78 @@ def run(
         check_name(link, LINKS, "link")
     if flux:
         changed = {"--op": op != "all_gather_mm", "--tp": tp != 8, "--ep": ep != 1, "--machine": machine != "h200"}
-        for flag, value in (sizes | changed | {"--link": link}).items():
+        for flag, value in (sizes | changed | {"--link": link, "--model": model}).items():
             if value:
                 rule = "published rows have their own sizes and constants"
                 arguments.refuse(f"{flag} with --flux", rule, f"leave {flag} or --flux out")
         return _show_flux(arguments.wide_console())
-    grouped = "grouped" in op
+    of_model = {"--n": n, "--k": k, **mixture, "--op": op != "all_gather_mm"}
+    found = None if model is None else expert_model(model, of_model)
     for flag, count in (mixture | {"--ep": ep if ep > 1 else None}).items():
-        if count is not None and not grouped:
+        if count is not None and found is None and "grouped" not in op:
             rule = "only the operations of a mixture have experts"
             arguments.refuse(f"{flag} {count} with {op}", rule, f"--op all_gather_grouped_mm {flag} {count}")
     console = arguments.wide_console()
     with console.status("importing torch ..."):
-        from ..roofline import overlap_gain, overlap_machine
+        from ..bench.shapes import OVERLAP_TOKENS, expert_products
+        from ..roofline import overlap_machine
 
-    of, (rows, out, features) = overlap_machine(machine, link), SHAPES[op]
-    m, n, k = m or rows, n or out, k or features
-    experts, topk = (experts or 32, topk or 4) if grouped else (1, 1)
-    divided = {"tp": tp, "ep": ep, "experts": experts, "topk": topk}
-    found = {name: overlap_gain(op, m, n, k, **divided, machine=of, payload=name, chunks=chunks) for name in payload}
-    first = found[payload[0]]
-    parallel = f"TP {tp}" + (f", {topk} of {experts} experts, EP {ep}" if grouped else "")
+    of, divided = overlap_machine(machine, link), {"tp": tp, "ep": ep}
+    if found is None:
+        given = tuple(size or usual for size, usual in zip((m, n, k), SHAPES[op], strict=True))
+        counts = {"experts": experts or 32, "topk": topk or 4} if "grouped" in op else {}
+        _show(console, op, given, divided | counts, of, payload, chunks)
+    else:
+        name, (mixture, layers) = found
+        divided |= {"experts": mixture.experts, "topk": mixture.top_k}
+        products = zip(LAYERS, expert_products(mixture, m or OVERLAP_TOKENS), strict=True)
+        both = [_show(console, each, product, divided, of, payload, chunks) for each, product in products]
+        for each in payload:
+            serial, overlapped = (1e3 * layers * sum(getattr(layer[each], path) for layer in both) for path in _PATHS)
+            console.print(f"{name}, {layers} layers, {each}: {serial:.1f} ms serial, {overlapped:.1f} ms overlapped")
+    for each in payload:
+        if note := of.engine(each).note:
+            console.print(f"[dim]{each}: {note}[/]")
+    return 0
+
+
+def expert_model(model: str, sizes: Mapping[str, object]) -> tuple[str, ExpertModel]:
+    """Full name, sizes and layers of a model with experts.  sizes: values of options that the model sets; raises for
+    one that is given."""
+    from ..bench.shapes import OVERLAP_MODELS, model_name
+
+    name = model_name(model, OVERLAP_MODELS, "model with experts")
+    for flag, value in sizes.items():
+        if value:
+            rule = "a model names layers 0 and 1, their sizes and their experts"
+            arguments.refuse(f"{flag} with --model", rule, f"leave {flag} or --model out")
+    return name, OVERLAP_MODELS[name]
+
+
+def _show(
+    console: Console,
+    op: Op,
+    sizes: tuple[int, ...],
+    divided: Mapping[str, int],
+    machine: OverlapMachine,
+    payloads: Sequence[Payload],
+    chunks: int | None,
+) -> dict[str, Prediction]:
+    """Print the model of one operation by payload, with the basis of its constants."""
+    from ..roofline import overlap_gain
+
+    m, n, k = sizes
+    found = {
+        name: overlap_gain(op, m, n, k, **divided, machine=machine, payload=name, chunks=chunks) for name in payloads
+    }
+    first, grouped = found[payloads[0]], "grouped" in op
+    parallel = f"TP {divided['tp']}"
+    if grouped:
+        parallel += f", {divided['topk']} of {divided['experts']} experts, EP {divided['ep']}"
     each = f"{first.flops / 1e9:,.0f} GFLOP a rank, {first.chunks} chunks"
     console.print(f"{op}, M={m:,} N={n:,} K={k:,}, {parallel}: {each}")
     console.print("model, not measured. G: product alone, C: communication alone, T: overlapped")
-    for line in _constants(of, grouped=grouped):
+    for line in _constants(machine, grouped=grouped):
         console.print(f"[dim]{line}[/]", soft_wrap=True)
     table = arguments.table("", _HEAD, _HEAD[1:8], padding=0)
     for name, gain in found.items():
@@ -105,10 +159,7 @@ def run(
         cells = (f"{gain.wire / 1e6:,.1f}", *(f"{each * 1e6:,.0f}" for each in times), hidden)
         table.add_row(name, *cells, gain.bound, gain.decision)
     console.print(table)
-    for name in payload:
-        if note := of.engine(name).note:
-            console.print(f"[dim]{name}: {note}[/]")
-    return 0
+    return found
 
 
 def _constants(machine: OverlapMachine, *, grouped: bool) -> list[str]:

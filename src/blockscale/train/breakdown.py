@@ -16,22 +16,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..bench.kernel_kinds import KINDS, LAUNCHED_BY, kernel_kind
 from ..library import NAMESPACE
 
-KINDS: tuple[str, ...] = ("products", "casts", "attention", "other")
-# Substrings of kernel names: torch's attentions, our kernels, cuBLAS and CUTLASS. The first match decides: some
-# attentions are CUTLASS kernels, and some GEMMs are called upcast_kernel.
-_KERNELS = {
-    "attention": ("flash", "fmha", "attention", "sdpa"),
-    "products": ("gemm", "matmul", "nvjet", "cutlass", "splitk", "_mm_", "few_rows", "_finish_kernel"),
-    "casts": ("cast_kernel", "amax_kernel", "colsum_kernel", "rstd_kernel", "quantize"),
-}
-# inductor's kernels: their names list every fused operator
-_FUSED = ("triton_poi", "triton_red", "triton_per", "triton_for", "triton_mix")
-
 _NAMESPACES = re.compile(r"\bvoid |\b(?:at|c10|cuda|native|detail|cutlass|std)::|\(anonymous namespace\)::")
-# separates the name of one of our kernels from the operator that launched it
-_LAUNCHED_BY = " of "
 _LONGEST, _LETTERS = 16, 72  # number of kernels reported by name, and characters of a name
 
 
@@ -90,7 +78,7 @@ def _kernels(events: list[Any]) -> Counter[str]:
         for kernel in getattr(each, "kernels", ()) if each.name.startswith(f"{NAMESPACE}::") else ():
             if times[kernel.name] >= kernel.duration:
                 times[kernel.name] -= kernel.duration
-                times[f"{kernel.name}{_LAUNCHED_BY}{each.name.partition('::')[2]}"] += kernel.duration
+                times[f"{kernel.name}{LAUNCHED_BY}{each.name.partition('::')[2]}"] += kernel.duration
     return +times
 
 
@@ -101,19 +89,3 @@ def short_name(name: str) -> str:
     'vectorized_elementwise_kernel<8, CUDAFunctor_add<BFloat16>>(int)'
     """
     return _NAMESPACES.sub("", name)[:_LETTERS]
-
-
-def kernel_kind(name: str) -> str:
-    """Kind of a kernel, from its name.
-
-    >>> kernel_kind("nvjet_tst_128x256_64x4_h_bz_coopA_TNT"), kernel_kind("_cast_kernel"), kernel_kind("fused_adamw")
-    ('products', 'casts', 'other')
-    >>> kernel_kind("grouped_mm_upcast_kernel of scaled_grouped_mm"), kernel_kind("fmha_cutlassF_bf16")
-    ('products', 'attention')
-    >>> kernel_kind("triton_poi_fused__to_copy_mm_silu_3"), kernel_kind("_permute_rows_kernel of permute_quantize_both")
-    ('other', 'other')
-    """
-    low = name.lower().partition(_LAUNCHED_BY)[0]
-    if low.startswith(_FUSED):
-        return "other"
-    return next((kind for kind, parts in _KERNELS.items() if any(part in low for part in parts)), "other")
