@@ -99,6 +99,24 @@ def test_products_of_each_rank_are_the_product_of_all(name: str, format: str | N
         same_operand(placed.operand(), bs.quantize(x[sorted_tokens.long()], bs.CastSpec(format, scale_layout="plain")))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [("fp8_1x128", "mn_major"), ("mxfp8_e4m3", "blocked"), ("mxfp4", "blocked")],
+)
+@pytest.mark.parametrize("features", [72, 512])
+def test_scales_are_placed_in_the_layout_of_the_product(format: str, layout: str, features: int):
+    """Scales and pads of rows that are placed run by run have the bytes of one cast."""
+    (tokens, ranks, *_), routing = next(iter(CASES.values())), routed(*next(iter(CASES.values())))
+    rows, (sorted_tokens, _) = ExpertRows.of(routing, tokens, ranks), routing.permutation
+    x = torch.randn(ranks * tokens.outer * tokens.inner, features).bfloat16()
+    of = bs.CastSpec(format, scale_layout=layout)
+    placed = PlacedRows(sorted_tokens.shape[0], features, as_cast(of).plan, torch.bfloat16, x.device)
+    for rank in range(ranks):
+        for at in map(rows.of_span, spans_of(rank, ranks, *tokens)):
+            placed.place(at, cast_rows(x[at.tokens], as_cast(of)))
+    same_operand(placed.operand(), bs.quantize(x[sorted_tokens.long()], of))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("format", ["fp8_1x128", None])

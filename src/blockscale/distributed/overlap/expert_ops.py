@@ -24,6 +24,7 @@ from ...formats.checks import in_words
 from ...formats.tensor import BlockScaled
 from ...gemm.ops import check_bias, check_output
 from ...grouped import Routing, check_grouped
+from ...grouped.ops import wanted_layouts
 from ...grouped.routing import clear_rows, combine_rows
 from ...library import empty
 from ..agreement import check_same_call
@@ -183,7 +184,11 @@ def multiply_arrivals(
     """
     plan, dtype = None, a.dtype if isinstance(a, Tensor) else a.data.dtype
     if isinstance(a, BlockScaled):
-        plan = CastPlan(a.format, a.spec.default_rule(), "plain", a.hadamard)
+        assert isinstance(weights[0], BlockScaled)
+        layout, _ = wanted_layouts(
+            "m_grouped", a.format, weights[0].format, a.device
+        )  # placed there, and not converted
+        plan = CastPlan(a.format, a.spec.default_rule(), layout or "plain", a.hadamard)
     placed = PlacedRows(rows.routing.permutation[0].shape[0], a.shape[1], plan, dtype, a.device)
     results = [cleared_rows(rows, weight.shape[1], out_dtype, a.device) for weight in weights]
     products = [grouped_product(weight, bias, out_dtype) for weight, bias in zip(weights, biases, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...formats.cast_spec import CastPlan
-from ...formats.layout import code_bytes, code_row_bytes, locate
+from ...formats.layout import code_bytes, code_row_bytes, locate, scale_buffer_shape, scale_view
 from ...formats.tensor import BlockScaled, assemble
 from ...grouped import Routing
 from ...grouped.ops import multiply_grouped
@@ -90,7 +90,13 @@ class PlacedRows:
         spec, length = plan.spec, plan.stored_length(features)
         self._split = code_bytes(spec, length)
         codes = empty((count, code_row_bytes(spec, length)), torch.uint8, device)
-        scales = empty((count, -(-length // spec.block[1]) * spec.scale_dtype.itemsize), torch.uint8, device)
+        # tiles of the blocked layout have rows of many tokens
+        self._stored = "plain" if plan.layout == "blocked" else plan.layout
+        unit = torch.int32 if spec.scale_dtype.itemsize == 4 else torch.uint8
+        self._scales = empty(scale_buffer_shape(spec, count, length, self._stored), unit, device)
+        scales = scale_view(spec, self._scales, count, length, self._stored)
+        if scales.numel() < self._scales.numel():
+            self._scales.zero_()  # pads
         self._parts = [codes, scales]
 
     def place(self, at: RowsOfTokens, messages: Tensor) -> None:
@@ -98,8 +104,9 @@ class PlacedRows:
         [t, k, n]."""
         pieces = messages.split([self._split, messages.shape[-1] - self._split], dim=-1)
         for part, piece in zip(self._parts, pieces, strict=False):
-            missing = part.shape[1] - piece.shape[-1]
-            target, source = _in_words(part, pad(piece, (0, missing)) if missing else piece)
+            found = piece if part.itemsize == piece.itemsize else piece.contiguous().view(part.dtype)
+            missing = part.shape[1] - found.shape[-1]
+            target, source = _in_words(part, pad(found, (0, missing)) if missing else found)
             for slot in range(at.rows.shape[1]):
                 rows = source if source.dim() == 2 else source[:, slot]
                 target.index_copy_(0, at.rows[:, slot].to(torch.int64), rows)
@@ -108,14 +115,16 @@ class PlacedRows:
         """The rows, in the scale layout of the plan."""
         if self._plan is None:
             return self._parts[0]
-        (codes, scales), spec = self._parts, self._plan.spec
-        data = codes.view(spec.data_dtype), scales.view(spec.scale_dtype), None
-        return assemble(replace(self._plan, layout="plain"), data, self._shape, -1).with_layout(self._plan.layout)
+        (codes, _), spec = self._parts, self._plan.spec
+        data = codes.view(spec.data_dtype), self._scales.view(spec.scale_dtype), None
+        return assemble(replace(self._plan, layout=self._stored), data, self._shape, -1).with_layout(self._plan.layout)
 
 
 def _in_words(*rows: Tensor) -> Sequence[Tensor]:
     """Rows as int64 words, if all of them are whole words: indexed copies move an element at a time."""
     word = torch.int64.itemsize
+    if any(each.stride(-1) != 1 for each in rows):
+        return rows
     sizes = [
         size * each.element_size()
         for each in rows
