@@ -108,10 +108,14 @@ def gather_operand(piece: BlockScaled, tokens: Tokens, ranks: Ranks, *, along: b
     along: whether tokens lie along the scaled axis, of which every rank then has whole blocks, or are its rows.
     """
     codes, scales = piece.data.view(torch.uint8), piece.scale.view(torch.uint8)
-    # rows of codes have a multiple of 16 bytes in memory
-    codes = pad(codes, (0, -codes.shape[-1] % CODE_ROW_BYTES)) if codes.shape[-1] % CODE_ROW_BYTES else codes
-    codes, scales = _gather([codes, scales], ranks)
+    codes, scales = _gather([padded_codes(codes), scales], ranks)
     return PendingOperand(codes, scales, piece, tokens, along, ranks.size)
+
+
+def padded_codes(codes: Tensor) -> Tensor:
+    """Rows of codes as they lie in memory: a multiple of 16 bytes each."""
+    missing = -codes.shape[-1] % CODE_ROW_BYTES
+    return pad(codes, (0, missing)) if missing else codes
 
 
 def _gather(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:

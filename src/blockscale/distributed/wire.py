@@ -39,7 +39,8 @@ def unpack_rows(messages: Tensor, plan: CastPlan, length: int, order: Tensor | N
     codes, scales = messages[:, :split], messages[:, split:]
     if order is not None:
         codes, scales = codes.index_select(0, order), scales.index_select(0, order)
-    codes = pad(codes, (0, code_row_bytes(spec, length) - split)).contiguous()
+    missing = code_row_bytes(spec, length) - split
+    codes = pad(codes, (0, missing)) if missing else codes.contiguous()
     plain = scales.contiguous().view(spec.scale_dtype)
     buffer = pack_scale(spec, plain, codes.shape[0], length, plan.layout)
     return assemble(plan, (codes.view(spec.data_dtype), buffer, None), (codes.shape[0], length), -1)

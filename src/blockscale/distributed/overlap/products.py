@@ -13,13 +13,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...autograd.operands import matrix
-from ...formats.layout import CODE_ROW_BYTES, shorten
+from ...formats.layout import shorten
 from ...formats.tensor import BlockScaled
 from ...library import empty
-from ..collectives import Tokens
+from ..collectives import Tokens, padded_codes
 from .link import spans_of
 
 # a product of an operand's rows, or of values without one, into rows that are given or new
@@ -93,8 +92,7 @@ class PendingRows(NamedTuple):
         if q is None:
             return cls(link.gather([matrix(x).to(dtype)], runs), None)
         codes, scales = q.operand.data.view(torch.uint8), q.operand.scale.view(torch.uint8)
-        # rows of codes have a multiple of 16 bytes in memory
-        return cls(link.gather([pad(codes, (0, -codes.shape[-1] % CODE_ROW_BYTES)), scales], runs), q.operand)
+        return cls(link.gather([padded_codes(codes), scales], runs), q.operand)
 
     def wait(self, layout: str | None) -> tuple[BlockScaled | None, Tensor | None]:
         """The operand of all rows with its scales in this layout, or their values."""
