@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.overlap_ranks --one-gpu                # ranks take turns on one GPU
     torchrun --nproc-per-node 2 -m benchmarks.overlap_ranks --device cpu --tokens 64 --columns 256 --features 256
 
-Every contender is checked first, against products of the rows of all ranks, which each rank makes from their seeds.
+Every contender is checked first, three times with other rows beside a late rank, against products of the rows of all
+ranks, which each rank makes from their seeds.
 Contenders take turns; a time is that of the slowest rank, from a barrier to the end of several calls. Ranks that share
 a GPU wait for each other's slices of time, so their times compare contenders and say nothing about links; they have no
 collective, which NCCL refuses there. torch's operations (`torch.ops.symm_mem.fused_all_gather_matmul` and
@@ -70,9 +71,14 @@ def random(shape: tuple[int, int], seed: int, device: torch.device) -> Tensor:
 
 
 def operand(payload: str, values: Tensor, kind: str) -> Any:
-    """Rows ("input") or a weight as products of a recipe take them: an operand with plain scales, or the values."""
+    """Rows ("input") or a weight as products of a recipe take them: an operand, or the values."""
     row, _ = getattr(Casts(get_recipe(payload)), kind)(values, save=False)
-    return values if row is None else row.with_layout("plain")
+    return values if row is None else row
+
+
+def travelling(a: Any) -> Any:
+    """Rows as `overlap` takes them: an operand with plain scales, or values."""
+    return a if isinstance(a, Tensor) else a.with_layout("plain")
 
 
 def multiply(a: Any, weight: Any) -> Tensor:
@@ -82,11 +88,14 @@ def multiply(a: Any, weight: Any) -> Tensor:
     return torch.nn.functional.linear(a, weight)
 
 
-def gather_calls(payload: str, m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Call], Tensor]:
+def gather_calls(
+    payload: str, m: int, n: int, k: int, seed: int, device: torch.device
+) -> tuple[dict[str, Call], Tensor]:
     """Contenders of `all_gather_mm` on this rank, and the right result."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows, values = [random((m // ranks, k), each, device) for each in range(ranks)], random((n // ranks, k), 99, device)
-    mine, weight = operand(payload, rows[rank], "input"), operand(payload, values, "weight")
+    rows = [random((m // ranks, k), 1000 * seed + each, device) for each in range(ranks)]
+    values = random((n // ranks, k), 1000 * seed + 999, device)
+    mine, weight = travelling(operand(payload, rows[rank], "input")), operand(payload, values, "weight")
     whole = operand(payload, torch.cat(rows), "input")
 
     def ours(overlap: Any) -> Tensor:
@@ -101,18 +110,19 @@ def gather_calls(payload: str, m: int, n: int, k: int, device: torch.device) -> 
     return calls | ({FUSED: fused} if payload == "bf16" else {}), multiply(whole, weight)
 
 
-def sum_calls(payload: str, m: int, n: int, k: int, device: torch.device) -> tuple[dict[str, Call], Tensor]:
+def sum_calls(payload: str, m: int, n: int, k: int, seed: int, device: torch.device) -> tuple[dict[str, Call], Tensor]:
     """Contenders of `mm_reduce_scatter` on this rank, and the sum of the parts in the order of ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, values = (
-        [random((size, k // ranks), shift + each, device) for each in range(ranks)]
+        [random((size, k // ranks), 1000 * seed + shift + each, device) for each in range(ranks)]
         for size, shift in ((m, 0), (n, ranks))
     )
     both = [(operand(payload, x, "input"), operand(payload, w, "weight")) for x, w in zip(rows, values, strict=True)]
     parts = [multiply(*each).chunk(ranks)[rank].float() for each in both]
+    mine, weight = travelling(both[rank][0]), both[rank][1]
 
     def ours(overlap: Any) -> Tensor:
-        return mm_reduce_scatter(*both[rank], group=dist.group.WORLD, overlap=overlap)  # pyright: ignore[reportArgumentType]
+        return mm_reduce_scatter(mine, weight, group=dist.group.WORLD, overlap=overlap)  # pyright: ignore[reportArgumentType]
 
     def fused() -> Tensor:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(rows[rank], values[rank].mT, "sum", 0, _name())
@@ -126,11 +136,14 @@ def _name() -> str:
     return dist.group.WORLD.group_name
 
 
-def faults(calls: Mapping[str, Call], right: Tensor) -> dict[str, str]:
-    """What is wrong on some rank with contenders that send: "" or a text. torch's may sum in another order."""
+def faults(calls: Mapping[str, Call], right: Tensor, late: int) -> dict[str, str]:
+    """What is wrong on some rank with contenders that send: "" or a text. torch's may sum in another order.  late: rank
+    that is."""
     found: dict[str, str] = {}
     for name in [name for name in calls if name != ONE]:
         try:
+            if dist.get_rank() == late:
+                pause(right.device)
             got = calls[name]()
             off = float((got.float() - right.float()).abs().max() / right.float().abs().max())
             found[name] = "" if off <= ROUNDING * dist.get_world_size() else f"off by {off:.1e} of the largest value"
@@ -164,6 +177,14 @@ def microseconds(call: Call, count: int, device: torch.device) -> float:
     return max(together((time.perf_counter() - start) * 1e6 / count))
 
 
+def pause(device: torch.device) -> None:
+    """Be about 50 ms late."""
+    if device.type == "cuda":
+        torch.cuda._sleep(100_000_000)  # pyright: ignore[reportPrivateUsage]  # cycles
+    else:
+        time.sleep(0.05)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type == "cuda":
@@ -189,16 +210,18 @@ def case(op: str, payload: str, options: argparse.Namespace, device: torch.devic
     sizes = (49152, 12288) if op == "all_gather_mm" else (12288, 49152)
     n, k = (given or usual for given, usual in zip((options.columns, options.features), sizes, strict=True))
     make = gather_calls if op == "all_gather_mm" else sum_calls
-    calls, right = make(payload, options.tokens, n, k, device)
-    if options.one_gpu:
-        del calls[COLLECTIVE]
-    wrong = faults(calls, right)
-    del right
+    wrong, calls = dict[str, str](), dict[str, Call]()
+    for seed in range(3):
+        calls, right = make(payload, options.tokens, n, k, seed, device)
+        if options.one_gpu:
+            del calls[COLLECTIVE]
+        wrong |= {name: text for name, text in faults(calls, right, seed % dist.get_world_size()).items() if text}
     command = f"torchrun --nproc-per-node {dist.get_world_size()} -m benchmarks.overlap_ranks {options.words}"
-    us = measure({name: call for name, call in calls.items() if not wrong.get(name)}, options, device)
+    us = measure({name: call for name, call in calls.items() if name not in wrong}, options, device)
+    check(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
     return {
         "op": op, "payload": payload, "m": options.tokens, "n": n, "k": k, "ranks": dist.get_world_size(),
-        "one_gpu": options.one_gpu, "us": us, "wrong": {name: text for name, text in wrong.items() if text},
+        "one_gpu": options.one_gpu, "us": us, "wrong": wrong,
         "where": asdict(where(device, __version__)) | {"command": command},
     }  # fmt: skip
 
@@ -212,7 +235,6 @@ def main(words: Sequence[str]) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if options.one_gpu or device.type == "cpu" else "cpu:gloo,cuda:nccl")
     failed = run(options, device)
-    check(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
     dist.destroy_process_group()
     return failed
 

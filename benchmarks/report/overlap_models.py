@@ -15,6 +15,7 @@ from blockscale.bench.overlaps import CHUNKED, ONE, PERMUTED, SERIAL
 from blockscale.bench.shapes import OVERLAP_MODELS, OVERLAP_TOKENS, expert_products
 from blockscale.bench.store import Row
 from blockscale.bench.suites.overlap import Named
+from blockscale.distributed.overlap.decision import Work, pays
 from blockscale.roofline import overlap_gain, overlap_machine
 
 from .overlap import LAYERS, MACHINES, MEASURED_ON, NOT_MEASURED, PAYLOADS, rows_of, with_provenance
@@ -24,8 +25,8 @@ TP = 8
 # machine whose GEMMs are measured
 MEASURED = "h200"
 MODELLED, LINK_MODELLED = "m", "g"
-# what `overlap="auto"` chooses, by whether it pays in layers 0 and 1
-_CHOICES = {(True, True): "on", (True, False): "on in layer 0", (False, True): "on in layer 1", (False, False): "off"}
+# what `overlap="auto"` chooses, by whether both layers together gain
+_CHOICES = {True: "on", False: "off"}
 
 
 class Times(NamedTuple):
@@ -42,11 +43,11 @@ class Times(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """All experts of a model.  mark: basis of the times.  pays: in layers 0 and 1, as the model decides beforehand."""
+    """All experts of a model.  mark: basis of the times.  pays: as overlap="auto" decides beforehand."""
 
     times: Times
     mark: str
-    pays: tuple[bool, bool]
+    pays: bool
 
 
 def models_table(rows: Sequence[Row]) -> str:
@@ -94,13 +95,13 @@ def forward(rows: Sequence[Row], model: str, machine: str, payload: str) -> Forw
     measured = known if len(known) == len(us) else [None, None]
     found = [_layer(case, machine, payload, each) for case, each in zip(cases, measured, strict=True)]
     layers = OVERLAP_MODELS[model].layers
-    total = Times(*(layers * sum(each) for each in zip(*(times for times, _ in found), strict=True)))
-    (_, first), (_, second) = found
-    return Forward(total, MODELLED if measured[0] is None else LINK_MODELLED, (first, second))
+    total = Times(*(layers * sum(each) for each in zip(*found, strict=True)))
+    works = tuple(Work(case.op, *case.sizes, payload, case.experts, case.topk) for case in cases)
+    return Forward(total, MODELLED if measured[0] is None else LINK_MODELLED, pays(machine, TP, works))
 
 
-def _layer(case: Named, machine: str, payload: str, us: dict[str, float] | None) -> tuple[Times, bool]:
-    """Times of a layer, and whether overlap pays by the model.  us: of the contenders of its row."""
+def _layer(case: Named, machine: str, payload: str, us: dict[str, float] | None) -> Times:
+    """Times of a layer.  us: of the contenders of its row."""
 
     def predict(product: float | None = None):
         return overlap_gain(
@@ -108,12 +109,12 @@ def _layer(case: Named, machine: str, payload: str, us: dict[str, float] | None)
             machine=overlap_machine(machine), payload=payload, product=product,
         )  # fmt: skip
 
-    modelled = predict()
     if us is None:
-        return Times(modelled.product, 0.0, modelled.serial, modelled.overlapped), modelled.pays
+        modelled = predict()
+        return Times(modelled.product, 0.0, modelled.serial, modelled.overlapped)
     one, permuted, chunked = (us[name] / 1e6 for name in (ONE, PERMUTED, CHUNKED))
     off, on = predict(permuted).serial, predict(chunked).overlapped
-    return Times(one, max(0.0, permuted - one), off, on), modelled.pays
+    return Times(one, max(0.0, permuted - one), off, on)
 
 
 def _chunks_of_a_rank(rows: Sequence[Row], case: Named, payload: str) -> dict[str, float] | None:

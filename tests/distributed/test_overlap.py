@@ -170,6 +170,8 @@ def check_operations(found: dict[str, Any]) -> None:
         "mixed": "an operand times a tensor",
         "none": "tokens are gathered for weights",
         "uneven": "ranks that make different calls",
+        "on one rank": "ranks that make different calls",
+        "after it": "no error",
         "list": "experts=a list",
         "bias": "bias (4, 31) for a weight (4, 32, 64)",
         "matrix": "it is [E, N, K]",
@@ -231,22 +233,22 @@ def check_both(found: dict[str, Any]) -> None:
 
 
 def check_decided(found: dict[str, list[Any]]) -> None:
-    """Global sizes, what travels, and mixtures, as the model takes them."""
+    """Global sizes, what travels, and mixtures, as the model takes them. Experts that are divided have no model."""
     gather, add, first, second = (
         "all_gather_mm",
         "mm_reduce_scatter",
         "all_gather_grouped_mm",
         "grouped_mm_reduce_scatter",
     )
-    one = [1, 1, 1]
+    one = [1, 1]
     assert found == {
         "column": [[gather, 64, 64, 64, "mxfp8", *one]],
         "row": [[add, 64, 96, 64, "mxfp8", *one]],
         "mlp": [[gather, 64, 128, 64, "mxfp8", *one], [add, 64, 96, 64, "mxfp8", *one]],
         "gathers": [[gather, 64, 96, 64, "bf16", *one]],
         "sums": [[add, 64, 96, 64, "bf16", *one]],
-        "experts": [[first, 64, 128, 64, "mxfp8", 1, 3, 2], [second, 64, 64, 64, "mxfp8", 1, 3, 2]],
-        "divided experts": [[first, 64, 48, 64, "bf16", 2, 4, 2], [second, 64, 64, 48, "bf16", 2, 4, 2]],
+        "experts": [[first, 64, 128, 64, "mxfp8", 3, 2], [second, 64, 64, 64, "mxfp8", 3, 2]],
+        "divided experts": [],
         "no model": [[gather, 64, 64, 64, None, *one]],
     }
 
@@ -282,6 +284,8 @@ def check_two(found: dict[str, Any]) -> None:
     assert found["timeout"] == 7
     said = found["refusals"]
     assert "one of auto, on, off" in said["name"]
+    assert "ranks that make different calls" in said["on one rank"]
+    assert said["after it"] == "no error"
     assert "one rank" in said["alone"]
     assert "gathered before" in said["gathered"]
     assert "values and operands of x" in said["values and operands"]

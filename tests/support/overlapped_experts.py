@@ -146,6 +146,9 @@ def guarded() -> dict[str, Any]:
         y += 1
         y.sum().backward()
         found[f"in place {len(shape)}"] = x.grad is not None and x.grad.shape == shape and not y._is_view()
+        y = called(layer, x.detach())
+        y += 1
+        y.sum().backward()
     for needs_grad in (True, False):
         y = called(layer, torch.randn(8, 64).bfloat16().requires_grad_(needs_grad))
         with torch.no_grad():
@@ -425,6 +428,12 @@ def refused() -> dict[str, str]:
     mine = x if dist.get_rank() else x[:3]
     other = bs.sort_by_expert(torch.zeros(len(mine), 1, dtype=torch.int64), 2 * ranks)
     calls["uneven"] = lambda: layer().experts(mine, other, gates[: len(mine)])
+    on = "on" if dist.get_rank() else "off"
+    weights = torch.randn(2 * ranks, 64, 64), torch.randn(2 * ranks, 64, 32)
+    calls["on one rank"] = lambda: grouped_swiglu_parallel(
+        x, *weights, routing, gates, group=world(), recipe="mxfp8", overlap=on
+    )
+    calls["after it"] = lambda: layer().experts(x, routing, gates)
     return said_by(calls)
 
 

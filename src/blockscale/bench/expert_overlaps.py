@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..distributed.collectives import Ranks, Tokens
 from ..distributed.overlap.expert_ops import (
-    cleared_rows,
     grouped_product,
     messages_of,
     multiply_arrivals,
@@ -30,7 +29,8 @@ from ..formats.tensor import BlockScaled
 from ..grouped import Routing, sort_by_expert
 from ..grouped._reference import exact_grouped
 from ..grouped.ops import grouped_request, wanted_layouts
-from ..grouped.routing import combine_rows
+from ..grouped.routing import clear_rows, combine_rows
+from ..library import empty
 from ..registry import select
 from .gemms import take_rows
 from .harness import random
@@ -87,7 +87,7 @@ class _ExpertShare(Share):
         if isinstance(self.rows, Tensor):
             assert not isinstance(product, BlockScaled)
             return product(self.rows, Routing(offs))
-        out = cleared_rows(self.expert_rows, self.weight.shape[1], DTYPE, self.rows.device)
+        out = empty((self.rows.shape[0], self.weight.shape[1]), DTYPE, self.rows.device)
         multiply_rows(self.rows, product, self.expert_rows.all(), out)
         return out
 
@@ -146,7 +146,9 @@ class SummedExpertsShare(_ExpertShare, SumShare):
     gate_weights: Tensor
 
     def whole(self) -> Tensor:
-        return combine_rows(self.product(), self.expert_rows.all().rows, self.gate_weights)
+        made = self.product()
+        clear_rows(made, self.expert_rows.routing.offs)
+        return combine_rows(made, self.expert_rows.all().rows, self.gate_weights)
 
     def exact(self, some: Tensor) -> Tensor:
         """Some tokens of the sum of rounded exact rows: a part has the error of one more rounding."""

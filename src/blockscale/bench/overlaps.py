@@ -416,12 +416,13 @@ def figures(us: Mapping[str, float], ranks: int) -> dict[str, float]:
     """Figures of a row from the microseconds of its contenders; empty if one was not timed.
 
     attainment: least time over ours, max(G', C + (G + C) / ranks) / T, with G of one product, G' of one beside copies,
-    C of the copies; attainment_alone: with G in place of G'.
+    C of the copies; attainment_alone: with G in place of G'.  attainment_strict: max(G', C + G / ranks) / T, of which a
+    schedule without gaps attains 1.
 
     >>> us = dict(zip((OURS, ONE, BESIDE, COPIES, SERIAL, CHUNKED), (80.0, 60.0, 66.0, 40.0, 100.0, 63.0)))
     >>> figures(us, 4)
-    {'attainment': 0.825, 'attainment_alone': 0.812, 'over_serial': 0.8, 'chunked_over_one': 1.05, 'exposed_us': 20.0,\
- 'hidden': 0.5, 'copies_over_product': 0.667}
+    {'attainment': 0.825, 'attainment_alone': 0.812, 'attainment_strict': 0.825, 'over_serial': 0.8,\
+ 'chunked_over_one': 1.05, 'exposed_us': 20.0, 'hidden': 0.5, 'copies_over_product': 0.667}
     """
     names = (OURS, ONE, BESIDE, COPIES, SERIAL, CHUNKED)
     if not all(name in us for name in names):
@@ -431,6 +432,7 @@ def figures(us: Mapping[str, float], ranks: int) -> dict[str, float]:
     found = {
         "attainment": max(beside, last) / ours,
         "attainment_alone": max(one, last) / ours,
+        "attainment_strict": max(beside, copies + one / ranks) / ours,
         "over_serial": ours / serial,
         "chunked_over_one": chunked / one,
         "exposed_us": ours - one,

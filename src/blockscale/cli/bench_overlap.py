@@ -32,7 +32,8 @@ _TIMES = {
     "chunks": "chunks, rows there", "copies": "copies", "serial": "serial", "auto": "auto",
 }  # fmt: skip
 _FIGURES = {
-    "C/G": "copies_over_product", "attained": "attainment", "/serial": "over_serial", "chunks/one": "chunked_over_one",
+    "C/G": "copies_over_product", "attained": "attainment", "strict": "attainment_strict", "/serial": "over_serial",
+    "chunks/one": "chunked_over_one",
     "exposed": "exposed_us", "hidden": "hidden",
 }  # fmt: skip
 

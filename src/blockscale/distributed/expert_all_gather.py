@@ -101,19 +101,24 @@ def layer_by_all_gather(
     operands = first.call_state()[1], second.call_state()[1]
     call = LowCall((weight, other_weight), (bias, other_bias), first.recipe_now, operands)
     shards = [each for each in layer.parameters() if isinstance(each, DTensor)]
-    watched = unchanged_until_backward(x, *shards)  # not the result: it would be a view, which nothing may change
-    y = all_gather_experts(watched, routing, gate_weights, call, sharing, low=low)
-    return y if watched is not x else unchanged_until_backward(y, *shards)
+    given = [x, gate_weights, weight, other_weight]
+    for place, each in enumerate(given):  # not the result: it would be a view, which nothing may change
+        if each.requires_grad:
+            given[place] = unchanged_until_backward(each, *shards)
+            break
+    x, gate_weights, *weights = given
+    call = call._replace(weights=(weights[0], weights[1]))
+    return all_gather_experts(x, routing, gate_weights, call, sharing, low=low)
 
 
 def works_of(
-    tokens: int, topk: int, experts: int, ranks: int, recipe: Recipe, weights: tuple[tuple[int, ...], tuple[int, ...]]
+    tokens: int, topk: int, ranks: int, recipe: Recipe, weights: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[Work, ...]:
-    """Both layers' forward for the model; none if the recipe cannot overlap.  tokens, experts: of all ranks.  weights:
-    shapes of a rank's."""
+    """Forward of both layers of experts that are cut, for the model; none if the recipe cannot overlap.  tokens: of all
+    ranks.  weights: shapes of a rank's."""
     if _reason_against(recipe) is not None:
         return ()
-    (first, second), rest = weights, (tokens, topk, experts, ranks, payload_of(recipe))
+    (first, second), rest = weights, (tokens, topk, ranks, payload_of(recipe))
     return (
         expert_work("all_gather_grouped_mm", first, *rest),
         expert_work("grouped_mm_reduce_scatter", second, *rest),

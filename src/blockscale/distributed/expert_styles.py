@@ -109,7 +109,7 @@ class TensorParallelExperts(GroupedExperts):
             return ()
         hidden = first.out_features // 2 // ranks
         shapes = (first.experts, 2 * hidden, first.in_features), (first.experts, second.out_features, hidden)
-        return works_of(tokens, topk, first.experts, ranks, first.recipe_now, shapes)
+        return works_of(tokens, topk, ranks, first.recipe_now, shapes)
 
     def multiply(self, x: Tensor, messages: Tensor | None, routing: Routing, gate_weights: Tensor | None) -> Tensor:
         """This rank's part of the results for tokens x [T, dim] of all ranks.  messages: of tokens that were cast."""

@@ -86,7 +86,7 @@ def grouped_swiglu_parallel(
     call = LowCall(weights, biases, chosen, weight_operands)
 
     def works() -> tuple[Work, ...]:
-        sizes = x.shape[:-1].numel() * ranks.size, gate_weights.shape[-1], routing.experts, ranks.size
+        sizes = x.shape[:-1].numel() * ranks.size, gate_weights.shape[-1], ranks.size
         return works_of(*sizes, chosen, (tuple(gate_up_weight.shape), tuple(down_weight.shape)))
 
     link = link_for(overlap, x, ranks, works)

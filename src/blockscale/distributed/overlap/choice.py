@@ -39,10 +39,10 @@ def link_for(
         found = works() if why is None else ()
         machine = Link.of(ranks, x.device).machine() if found else None
         promised = machine is not None and decision.pays(machine, ranks.size, found)
-        return Link.of(ranks, x.device).layer() if promised else None
+        return LayerLink(Link.of(ranks, x.device)) if promised else None
     if why is not None:
         refuse(f'overlap="on" for {why[0]}', rule=why[1], fix=f'{why[2]}, or pass overlap="auto"', error=ShardingError)
-    return Link.of(ranks, x.device).layer()
+    return LayerLink(Link.of(ranks, x.device))
 
 
 def reason_against(device: torch.device, ranks: Ranks) -> tuple[str, str, str] | None:

@@ -13,35 +13,30 @@ MEASURED_ON: frozenset[str] = frozenset()
 
 
 class Work(NamedTuple):
-    """An operation of a call.  m, n, k: global sizes.  payload: name for the model; None if it has none.  ep, experts,
-    topk: of a mixture."""
+    """An operation of a call.  m, n, k: global sizes.  payload: name for the model; None if it has none.  experts,
+    topk: of a mixture, of whose experts every rank has a part."""
 
     op: Operation
     m: int
     n: int
     k: int
     payload: str | None
-    ep: int = 1
     experts: int = 1
     topk: int = 1
 
 
 def expert_work(
-    op: Operation, weight: tuple[int, ...], tokens: int, topk: int, experts: int, ranks: int, payload: str | None
+    op: Operation, weight: tuple[int, ...], tokens: int, topk: int, ranks: int, payload: str | None
 ) -> Work:
-    """Layer 0 or 1 of a mixture.  weight: [E, N, K] of a rank.  tokens, experts: of all ranks.
+    """Layer 0 or 1 of a mixture whose hidden units are cut.  weight: [E, N, K] of a rank.  tokens: of all ranks.
 
-    >>> work = expert_work("all_gather_grouped_mm", (4, 1024, 4096), 8192, 2, 8, 8, "bf16")
-    >>> work.n, work.k, work.ep, work.experts
-    (4096, 4096, 2, 8)
+    >>> work = expert_work("all_gather_grouped_mm", (8, 1024, 4096), 8192, 2, 8, "bf16")
+    >>> work.n, work.k, work.experts
+    (8192, 4096, 8)
     """
-    mine, n, k = weight
-    ep = max(1, experts // mine)
-    if ranks % ep or mine * ep != experts:
-        return Work(op, tokens, n, k, None)
-    tp = ranks // ep
-    n, k = (n * tp, k) if op == "all_gather_grouped_mm" else (n, k * tp)
-    return Work(op, tokens, n, k, payload, ep, experts, topk)
+    experts, n, k = weight
+    n, k = (n * ranks, k) if op == "all_gather_grouped_mm" else (n, k * ranks)
+    return Work(op, tokens, n, k, payload if topk <= experts else None, experts, topk)
 
 
 @functools.lru_cache(4096)
@@ -56,8 +51,8 @@ def pays(machine: str, ranks: int, works: tuple[Work, ...]) -> bool:
         return False
     found = [
         overlap_gain(
-            each.op, each.m, each.n, each.k, tp=ranks // each.ep, machine=overlap_machine(machine),
-            ep=each.ep, experts=each.experts, topk=each.topk, payload=each.payload or "",
+            each.op, each.m, each.n, each.k, tp=ranks, machine=overlap_machine(machine),
+            experts=each.experts, topk=each.topk, payload=each.payload or "",
         )
         for each in works
     ]  # fmt: skip

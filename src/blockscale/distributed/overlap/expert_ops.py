@@ -104,7 +104,8 @@ def all_gather_grouped_mm(
         refuse(f"{len(biases)} biases for {len(weights)} weights", "tokens are gathered for weights", "pass both")
     for weight, bias in zip(weights, biases, strict=True):
         _check_weight(a, weight, bias, len(mine), a.shape[1])
-    facts = tuple(a.shape), routing.experts, gate_weights.shape[1], gate_weights.dtype, _kind(a), overlap
+    cut = len(mine) == routing.experts
+    facts = tuple(a.shape), routing.experts, gate_weights.shape[1], gate_weights.dtype, _kind(a), overlap, cut
     check_same_call(ranks, a.device, "all_gather_grouped_mm", *facts)
     if isinstance(a, BlockScaled):
         check_travels(a)
@@ -112,11 +113,11 @@ def all_gather_grouped_mm(
 
     def works() -> tuple[Work, ...]:
         weight = len(mine), sum(weight.shape[1] for weight in weights), a.shape[1]
-        slots, payload = gate_weights.shape[1], payload_between(a, weights[0])
-        tokens = a.shape[0] * ranks.size
-        return (expert_work("all_gather_grouped_mm", weight, tokens, slots, routing.experts, ranks.size, payload),)
+        tokens, payload = a.shape[0] * ranks.size, payload_between(a, weights[0])
+        return (expert_work("all_gather_grouped_mm", weight, tokens, gate_weights.shape[1], ranks.size, payload),)
 
-    sharing = ExpertSharing(ranks, Tokens(1, a.shape[0]), mine, link_for(overlap, values, ranks, works))
+    link = link_for(overlap, values, ranks, works if cut else tuple)
+    sharing = ExpertSharing(ranks, Tokens(1, a.shape[0]), mine, link)
     slots = sharing.route(experts_of(routing), gate_weights)
     tokens = sharing.gather(messages_of(a))
     rows, gates = slots.wait()
@@ -152,16 +153,18 @@ def grouped_mm_reduce_scatter(
             error=ShapeError,
         )
     _check_weight(a, weight, bias, routing.experts, a.shape[1])
-    facts = tuple(a.shape), weight.shape[1], _kind(a), out_dtype, overlap
+    cut = routing.experts == experts
+    facts = tuple(a.shape), weight.shape[1], _kind(a), out_dtype, overlap, cut
     check_same_call(ranks, a.device, "grouped_mm_reduce_scatter", *facts)
     of = Tokens(1, tokens // ranks.size)
     values = a.data if isinstance(a, BlockScaled) else a
 
     def works() -> tuple[Work, ...]:
-        shape, payload = (routing.experts, *weight.shape[1:]), payload_between(a, weight)
-        return (expert_work("grouped_mm_reduce_scatter", shape, tokens, slots, experts, ranks.size, payload),)
+        shape, payload = (experts, *weight.shape[1:]), payload_between(a, weight)
+        return (expert_work("grouped_mm_reduce_scatter", shape, tokens, slots, ranks.size, payload),)
 
-    sharing = ExpertSharing(ranks, of, range(routing.experts), link_for(overlap, values, ranks, works))
+    link = link_for(overlap, values, ranks, works if cut else tuple)
+    sharing = ExpertSharing(ranks, of, range(routing.experts), link)
     return sum_combined(sharing, ExpertRows.of(routing, of, ranks.size), gates, a, weight, bias, out_dtype).wait()
 
 

@@ -32,7 +32,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -85,14 +85,18 @@ class Link:
         """Short name of the machine of all ranks; None if the model has none, they have different ones, or cannot map
         each other's memory. Collective at first."""
         if not self._machines:
+            if self._transport.is_capturing():
+                return None
             group = self._alive()
-            found = self._transport.machine(group)
-            try:
-                if found is not None:
-                    self.arena("gather", 1, self.gathers + 1)
-            except ShardingError:  # on all ranks
-                found = None
-            self._machines.append(found)
+            name, maps = self._transport.machine(group), [True]
+            if name is not None:
+                try:
+                    self._arenas.setdefault("gather", self._transport.arena(group, _SMALLEST, self.gathers + 1))
+                except ShardingError:
+                    maps = [False]
+                maps *= self.ranks
+                dist.all_gather_object(maps, maps[0], group)
+            self._machines.append(name if all(maps) else None)
         return self._machines[0]
 
     def check(self) -> None:
@@ -116,11 +120,6 @@ class Link:
             found = self._arenas[kind] = self._transport.arena(self._alive(), room, call)
         return self._transport.enter(found)
 
-    def layer(self) -> LayerLink:
-        """The link for one call of a layer, forward and backward. Calls count alike on all ranks."""
-        self.layers += 1
-        return LayerLink(self, self.layers)
-
     def gather(self, pieces: Sequence[Tensor], runs: int = 1, layer: int = 0) -> Gathering:
         """Start to gather tensors [rows, N] of this rank, equal in shape on all ranks.  runs: of a rank's rows, between
         which those of the others lie.  layer: number of the layer's call, equal on all ranks."""
@@ -135,6 +134,8 @@ class Link:
     def sum(self, shape: tuple[int, int], dtype: torch.dtype, layer: int = 0) -> Summation:
         """Start a sum over ranks of rows [rows, N] for each rank."""
         self._check_capture()
+        if self._transport.is_capturing():
+            self._open = None  # of a capture that failed
         if self._open is not None:
             self._open.give_up()
         self._transport.begin(self._alive())
@@ -150,7 +151,8 @@ class Link:
                 refuse(
                     "a captured CUDA graph with an overlapped call that began before it",
                     rule="a graph waits for work of its own alone",
-                    fix="run the layers that take a gathered activation before the capture, or gather it inside",
+                    fix="run the layers that take a gathered activation, and after an error another overlapped call, "
+                    "before the capture",
                     error=ShardingError,
                 )
             self._open, self._untaken = None, set()
@@ -164,12 +166,19 @@ class Link:
             self._open = None
 
 
-class LayerLink(NamedTuple):
+class LayerLink:
     """A link for one call of a layer. Its number is part of what ranks compare: backward passes in another order raise,
-    also of layers with equal shapes.  number: of the call, in the order of forward passes."""
+    also of layers with equal shapes."""
 
-    link: Link
-    number: int
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Of the call, in the order of forward passes. Counted when rows first move, after ranks have compared the
+        call: calls that raised on all of them do not count."""
+        self.link.layers += 1
+        return self.link.layers
 
     @property
     def ranks(self) -> int:
