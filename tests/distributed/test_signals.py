@@ -170,15 +170,18 @@ def test_the_machine_of_all_ranks(group: dist.ProcessGroup, other: str, name: st
 
     def gather(found: list[Any], mine: Any, group: Any) -> None:
         real(found, mine, group)
-        found.append(mine._replace(name=other))
+        found.append(mine._replace(name=other) if isinstance(mine, tuple) else mine)
 
     link = Link(group)
     link._transport = transport
     with (
         patch.object(torch.cuda, "get_device_properties", lambda device: mine),
         patch.object(dist, "all_gather_object", gather),
-        patch.object(Link, "arena") as arena,
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=True) as capturing,
+        patch.object(cuda.CudaTransport, "arena") as arena,
     ):
+        assert link.machine() is None, "ranks do not meet in a graph"
+        capturing.return_value = False
         assert link.machine() == name
         assert link.machine() == name
         assert arena.call_count == (name is not None)
