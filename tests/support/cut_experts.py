@@ -212,9 +212,7 @@ def on_mesh(
     mine, results = own_tokens(d, sizes), list[dict[str, Tensor]]()
     calls: list[tuple[Callable[..., Tensor], Any]] = [(layer, nullcontext())]
     if compiled:
-        # compiled code with a fixed capacity leaves out an exchange of the eager one
-        here = compiles() or isinstance(dispatcher, FixedCapacity)
-        calls.append((compile_layer(layer, dispatcher) if here else layer, calls_not_compared()))
+        calls.append((compile_layer(layer, dispatcher) if compiles() else layer, calls_not_compared()))
     for function, compared in calls:
         layer.zero_grad()
         x, gates = (each.clone().requires_grad_() for each in (mine.x, mine.gates))
