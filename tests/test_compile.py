@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -131,19 +132,25 @@ def test_aot_eager_backend_with_dynamic_sizes(device, name):
     assert same_compiled(partial(round_trip, name=name), *calls, dynamic=True) == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# NVFP4 has a scale of the tensor beside those of blocks: more to trace than any other family
+@pytest.mark.parametrize("name", first_of(FAMILIES, lambda name: name == "nvfp4"))
 def test_aot_eager_backend(device, name):
     assert same_compiled(partial(round_trip, name=name), round_trip_args(ROWS[0], device)) == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first_of(FAMILIES, lambda name: name == "nvfp4"))
 def test_eager_backend_with_dynamic_sizes(device, name):
     calls = [round_trip_args(rows, device) for rows in ROWS]
     assert same_compiled(partial(round_trip, name=name), *calls, backend="eager", dynamic=True) == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", ["dequantize", "scaled_mm", "m_grouped", "k_grouped"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    first_of(
+        itertools.product(["dequantize", "scaled_mm", "m_grouped", "k_grouped"], FAMILIES),
+        lambda case: case[0] != "k_grouped" or case[1] == "nvfp4",
+    ),
+)
 def test_operands_with_dynamic_sizes(device, kind, name):
     """Operands as arguments of a graph: their sizes are symbols too."""
     function, calls = problem(kind, name, device)
@@ -193,7 +200,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", LAYERS)
+@pytest.mark.parametrize("recipe", first_of(LAYERS, lambda recipe: not recipe.startswith("mxfp8")))
 def test_layer(device, recipe):
     form, weight_form = LAYERS[recipe]
     function = partial(layer, form=form, weight_form=weight_form)
@@ -220,7 +227,7 @@ def test_layer_through_inductor(device, recipe):
     ("device", "kind", "name"),
     on_devices(
         [("dequantize", "mxfp6_e2m3"), ("m_grouped", "nvfp4"), ("k_grouped", "fp8_1x128"), ("accumulate", "mxfp4")],
-        "accumulate",
+        None,  # the layer above casts, multiplies and accumulates
     ),
     indirect=["device"],
 )

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from support.ranks import start_ranks
-from support.sharded import RANKS, run, spec
+from support.sharded import RANKS, THOROUGH, run, spec
 
 WHOLE = "R"
 
@@ -324,8 +324,8 @@ def test_shards_have_the_unsharded_bytes(tmp_path):
     for result in results:
         wrong = {label: error for label, error in result.items() if isinstance(error, str)}
         assert not wrong, f"{len(wrong)} of {len(result)} wrong, first: {next(iter(wrong.items()))}"
-    for label in results[0].keys() & results[1]:  # products: the same shardings on both ranks
+    for label in results[0].keys() & results[1]:  # sums over K: the same shardings on both ranks
         assert results[0][label] == results[1][label], label
     found = results[0] | results[1]
     assert len(found) > 450
-    assert sum(pieces > 0 for pieces in found.values()) > 250
+    assert sum(pieces > 0 for pieces in found.values()) > (250 if THOROUGH else 225)

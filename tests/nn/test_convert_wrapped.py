@@ -31,7 +31,7 @@ def test_a_meta_model_gets_its_values_and_its_seed_later():
         assert torch.equal(mine, wanted[name]), name
 
 
-@pytest.mark.parametrize("order", first_of(["before", "after", "after a call"], lambda order: order != "after"))
+@pytest.mark.parametrize("order", first_of(["before", "after", "after a call"], lambda order: order == "after a call"))
 def test_compiled_models_can_be_converted(order):
     torch._dynamo.reset()
     model, twin = small(), small()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from blockscale.distributed import (
 from blockscale.distributed.compiling import COMPILES_EXPERTS
 from blockscale.errors import BlockscaleError
 from blockscale.nn import GroupedExperts, MoE
+from support.ranks import calls_not_compared, compiles
 from support.tokens_sharded import Wire, relative, world
 
 Case = tuple[str, Callable[[], Any]]
@@ -208,11 +210,15 @@ def on_mesh(
                 layer.get_parameter(name).copy_(each)
     expert_parallel_(moe, mesh, dispatcher)
     mine, results = own_tokens(d, sizes), list[dict[str, Tensor]]()
-    for function in (layer, compile_layer(layer, dispatcher)) if compiled else (layer,):
+    calls: list[tuple[Callable[..., Tensor], Any]] = [(layer, nullcontext())]
+    if compiled:
+        calls.append((compile_layer(layer, dispatcher) if compiles() else layer, calls_not_compared()))
+    for function, compared in calls:
         layer.zero_grad()
         x, gates = (each.clone().requires_grad_() for each in (mine.x, mine.gates))
-        y = function(x, bs.sort_by_expert(mine.experts, EXPERTS), gates)
-        y.backward(mine.grad)
+        with compared:
+            y = function(x, bs.sort_by_expert(mine.experts, EXPERTS), gates)
+            y.backward(mine.grad)
         results.append({"y": y.detach(), "x": x.grad, "gates": gates.grad})  # pyright: ignore[reportArgumentType]
         for key, name in zip(WEIGHTS, names, strict=True):
             if getattr(d, key) is not None:

@@ -35,7 +35,9 @@ def label_of(options: dict[str, Any]) -> str:
 
 
 def bits(**options: Any) -> Case:
-    return label_of(options), functools.partial(against_one_process, **options)
+    """Three steps; two of those that have two microbatches, unless --all."""
+    steps = 3 if THOROUGH or "microbatches" not in options else 2
+    return label_of(options), functools.partial(against_one_process, steps=steps, **options)
 
 
 def cases_of_four() -> Iterator[Case]:

@@ -28,7 +28,8 @@ def run_cases(
     timeout: timedelta | None = None,
 ) -> None:
     """Write {case: what it found, or its error} to `rank.json`. A case that fails does not stop the others, for which
-    the other ranks would wait.  only: parts of names of cases; all of them without one.  SHOW=1 prints them."""
+    the other ranks would wait.  only: parts of names of cases; all of them without one.  SHOW=1 prints them with
+    their CPU seconds."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
@@ -36,13 +37,13 @@ def run_cases(
     for label, case in cases():
         if only and not any(each in label for each in only):
             continue
-        start = time.time()
+        start = time.process_time()
         try:
             results[label] = case()
         except Exception:
             results[label] = traceback.format_exc(limit=-6)
         if "SHOW" in os.environ and (rank == 0 or "Traceback" in str(results[label])):
-            print(rank, label, round(time.time() - start, 1), results[label], flush=True)
+            print(rank, label, round(time.process_time() - start, 1), results[label], flush=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

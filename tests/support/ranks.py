@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
@@ -30,8 +32,18 @@ _IMPORTED = (
 
 def compiles() -> bool:
     """Whether this rank compiles what others run eagerly beside it: the last one, since each takes seconds for it;
-    with --all every rank. Not for layers of blockscale.distributed, whose eager calls the ranks compare first."""
+    with --all every rank. For layers of blockscale.distributed see `calls_not_compared`."""
     return "ALL_TESTS" in os.environ or dist.get_rank() == dist.get_world_size() - 1
+
+
+@contextmanager
+def calls_not_compared() -> Iterator[None]:
+    """Eager calls of layers of blockscale.distributed do not wait for the other ranks' calls, since compiled code does
+    not tell them: a rank that compiles and one that does not can make the same call."""
+    from blockscale.distributed import agreement
+
+    with mock.patch.object(agreement, "_compare", return_value=None):
+        yield
 
 
 def start_ranks(run: Callable[..., None], args: tuple[Any, ...], ranks: int) -> None:

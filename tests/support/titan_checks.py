@@ -27,6 +27,7 @@ ONE_STEP = ("--training.steps", "1")
 EXPERTS = ("--config", "deepseek_v3_debug_mxfp8", "--parallelism.expert-parallel-degree", "2")
 EXPERTS = (*EXPERTS, "--training.disable-cuda-graphs")
 EVERY_RUN = ("conversions", "configs", "measured", "experts_alone", "refusals", "llama", "experts", "checkpoints")
+EXPERT_COUNT = 4
 OVERRIDES = "blockscale.integrations.torchtitan.overrides"
 
 
@@ -126,15 +127,27 @@ def _keep_all(config: Any) -> None:
     config.activation_checkpoint.every_second = False
 
 
+def small(config: Any) -> None:
+    """Four small experts, and two of them for a token: a sum of two has one order."""
+    moe = config.model_spec.model.layers[1].moe
+    routed, router = moe.routed_experts, moe.router
+    moe.num_experts = router.num_experts = router.gate.out_features = EXPERT_COUNT
+    routed.inner_experts.num_experts = routed.token_dispatcher.num_experts = EXPERT_COUNT
+    routed.inner_experts.hidden_dim = 128
+    router.top_k = routed.token_dispatcher.top_k = 2
+
+
 def experts() -> dict[str, Any]:
     """The second block is the first with experts."""
     imports = (f'{OVERRIDES}.linear={{"recipe": "mxfp8"}}', f'{OVERRIDES}.experts={{"recipe": "mxfp8"}}')
     steps = ("--training.steps", "2")
     found = {
-        recipe: train("--config", f"deepseek_v3_debug_{recipe}", *steps, block=1)
+        recipe: train("--config", f"deepseek_v3_debug_{recipe}", *steps, block=1, edit=small)
         for recipe in ("bf16", "fp8_blockwise", "mxfp8")
     }
-    found["override"] = train("--config", "deepseek_v3_debug_bf16", *steps, "--override.imports", *imports, block=1)
+    found["override"] = train(
+        "--config", "deepseek_v3_debug_bf16", *steps, "--override.imports", *imports, block=1, edit=small
+    )
     return found
 
 
