@@ -55,7 +55,7 @@ def assert_same_run(run: dict[str, Any]) -> None:
         ("cp", ORDER),
         ("tp x ep", TIES),
         ("fsdp x tp", TIES),
-        pytest.param("fsdp x ep", ORDER, marks=pytest.mark.sweep),
+        ("fsdp x ep", ORDER),
     ],
 )
 def test_ranks_train_like_one_process(found: Found, layout: str, bound: float):

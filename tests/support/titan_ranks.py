@@ -41,7 +41,6 @@ FP32 = ("--training.mixed-precision-param", "float32")
 SHARDED = ("--parallelism.spmd-backend", "partial_dtensor")
 TENSOR = ("--parallelism.tensor-parallel-degree", "2")
 EXPERTS = ("--parallelism.expert-parallel-degree", "2", "--training.disable-cuda-graphs")
-THOROUGH = "ALL_TESTS" in os.environ
 FOLDER = Path(os.environ.get("TITAN_RANKS", "/nonexistent"))
 # what a rank gives to a collective, among its arguments
 COLLECTIVES: dict[str, Any] = {
@@ -228,8 +227,7 @@ def one() -> dict[str, Any]:
     Run(LLAMA, *ONE_STEP, *FP32, BATCH, "2", blocks=2).keep("two blocks")
     Run(LLAMA, *ONE_STEP, *FP32, *LONGER, BATCH, "1").keep("longer")
     Run(MOE, *ONE_STEP, *FP32, BATCH, "2", edit=small_with()).keep(MOE)
-    if THOROUGH:
-        Run(MOE, *ONE_STEP, *FP32, BATCH, "4", edit=small_with()).keep("four")
+    Run(MOE, *ONE_STEP, *FP32, BATCH, "4", edit=small_with()).keep("four")
     runs = [Run(f"llama3_debug_{recipe}", *ONE_STEP, BATCH, "2", edit=lora(recipe)) for recipe in ("bf16", RECIPE)]
     return {"lora": {"losses": [each.losses[0] for each in runs], "kinds": [each.kinds for each in runs]}}
 
@@ -359,8 +357,7 @@ def four() -> dict[str, Any]:
     edit = own_kind(recipe="fp8_blockwise", gather="low")
     run = Run(LLAMA, *SHARDED, *shards, *FP32, *TENSOR, BATCH, "1", edit=edit)
     found["fsdp x tp"] = run.against(LLAMA) | {"report": reports(run)}
-    if THOROUGH:
-        found["fsdp x ep"] = Run(MOE, *line, *ONE_STEP, *FP32, edit=small_with()).against("four")
+    found["fsdp x ep"] = Run(MOE, *line, *ONE_STEP, *FP32, edit=small_with()).against("four")
     theirs, ours = (Run(MOE, *line, *ONE_STEP, edit=small_with(**each)) for each in ({}, low))
     found["fsdp x ep low"] = ours.like(theirs) | {"report": reports(ours)}
     try:
