@@ -44,7 +44,7 @@ MISSPELT = {
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[object, ...], dict[str, object]]]:
     """Arguments of commands, which stop where their work begins: the options were accepted."""
     found: list[tuple[tuple[object, ...], dict[str, object]]] = []
-    for command in COMMANDS:
+    for command in (*COMMANDS, "bench_overlap"):
         module = importlib.import_module(f"blockscale.cli.{command}")
         later = functools.wraps(module.run)(lambda *given, **named: found.append((given, named)) or 0)
         monkeypatch.setattr(module, "run", later)
