@@ -7,7 +7,6 @@ Nothing here lets the host wait for the GPU but the growth of an arena.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from ... import env
 from ...errors import ShardingError, refuse
 from ...roofline.ceilings import machine_of
 from ..failures import error_of_waiting, first_failure, timeout_of
@@ -186,7 +186,7 @@ class _Gpu(NamedTuple):
 def _gpus(group: dist.ProcessGroup, device: torch.device) -> list[_Gpu]:
     """GPUs of all ranks. Collective."""
     of = torch.cuda.get_device_properties(device)
-    mine = _Gpu(socket.gethostname(), str(of.uuid), of.name, os.environ.get(OVERLAPPING, "0") == "1")
+    mine = _Gpu(socket.gethostname(), str(of.uuid), of.name, env.of_others(OVERLAPPING) == "1")
     found = [mine] * group.size()
     dist.all_gather_object(found, mine, group)
     return found
