@@ -137,7 +137,7 @@ def test_groups_of_ranks_share_products(rank: int, groups: tuple[int, ...], gath
 @pytest.mark.parametrize("op", OPS + MIXED)
 @pytest.mark.parametrize(("rank", "groups"), [(0, ()), (3, (1, 1, 2)), (2, (1, 3))])
 def test_right_operations_pass(op: str, payload: str, rank: int, groups: tuple[int, ...]) -> None:
-    """Of rank 2, rows of 3, 0, 1 share a chunk: they wrap around."""
+    """A chunk of rank 2 has the rows of ranks 3, 0 and 1, which are not adjacent in memory: it is two products."""
     verdict = share(op, payload=payload, rank=rank, groups=groups).check()
     assert (verdict.wrong_bytes, verdict.problem) == (0, "")
     assert verdict.sqnr_db is not None

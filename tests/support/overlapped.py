@@ -6,7 +6,7 @@ In a module of its own because a spawned process imports it by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,25 +24,17 @@ from blockscale.autograd.recipe import Recipe
 from blockscale.distributed import (
     column_parallel,
     gather_activation,
-    grouped_swiglu_parallel,
     parallel_plans,
     row_parallel,
     swiglu_parallel,
 )
-from blockscale.distributed.collectives import ranks_of
 from blockscale.distributed.overlap import (
-    all_gather_grouped_mm,
     all_gather_mm,
     check,
-    decision,
-    explain,
-    grouped_mm_reduce_scatter,
     mm_reduce_scatter,
 )
-from blockscale.distributed.overlap.choice import OVERLAPS, link_for
-from blockscale.distributed.overlap.transport import HostTransport
 from blockscale.errors import BlockscaleError
-from support import overlapped_experts, overlapped_link
+from support import overlapped_choice, overlapped_experts, overlapped_guards, overlapped_link
 from support.helpers import same_operand
 from support.overlapped_link import device, said_by
 from support.rank_program import Case, main, run_cases
@@ -208,22 +200,6 @@ def operands(format: str | None) -> dict[str, Any]:
     return found
 
 
-def refused_operands() -> dict[str, str]:
-    """Messages of operands that do not travel, or that no product combines."""
-    x = torch.randn(32, 128)
-    q, square = bs.quantize(x, "mxfp8_e4m3", scale_layout="plain"), bs.quantize(x, "nvfp4", scale_layout="plain")
-    calls: dict[str, Callable[[], Any]] = {
-        "tensor scale": lambda: all_gather_mm(square, square, group=world()),
-        "mixed": lambda: all_gather_mm(q, x, group=world()),
-        "mixed tensors": lambda: all_gather_mm(x, q, group=world()),
-        "none": lambda: all_gather_mm(q, group=world()),
-        "biases": lambda: all_gather_mm(q, q, group=world(), biases=[None, None]),
-        "rows": lambda: mm_reduce_scatter(x[:31], x, group=world()),
-        "axes": lambda: mm_reduce_scatter(x[None], x, group=world()),
-    }
-    return said_by(calls)
-
-
 def captured() -> dict[str, Any]:
     """Whether replays of two calls in a CUDA graph, forward and backward, have the bits of eager calls, which run in
     between; and the error of a graph whose calls are larger than those before it."""
@@ -282,85 +258,6 @@ def evaluated() -> bool:
     return torch.equal(*found)
 
 
-def refusals() -> dict[str, str]:
-    """Messages of calls that cannot overlap."""
-    part = own_part(data(sizes(), torch.bfloat16), sizes())
-    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    first = dist.get_rank() == 0
-    calls: dict[str, Callable[[], Any]] = {
-        "on one rank": lambda: column_parallel(part.x, part.up, **options, overlap="on" if first else "off"),
-        "after it": lambda: column_parallel(part.x, part.up, **options, overlap="on"),
-        "name": lambda: column_parallel(part.x, part.up, **options, overlap="yes"),  # pyright: ignore[reportArgumentType]
-        "values and operands": lambda: gather_activation(
-            part.x, get_recipe("mxfp8").replace(saves="source"), group=world(), overlap="on"
-        ),
-        "gathered": lambda: column_parallel(
-            gather_activation(part.x, group=world(), recipe="mxfp8"), part.up, **options, overlap="on"
-        ),
-        "alone": lambda: column_parallel(part.x, part.up, group=alone, recipe="mxfp8", overlap="on"),
-    }
-    with patch.object(torch.compiler, "is_compiling", lambda: True):
-        compiled = said_by({"compiled": lambda: column_parallel(part.x, part.up, **options, overlap="on")})
-    return said_by(calls) | compiled
-
-
-def explained() -> dict[str, Any]:
-    """Explanations as text, and whether they say what a call does."""
-    sizes: Any = ("all_gather_mm", 4096, 49152, 12288)
-    said: dict[str, Any] = {}
-    agree = True
-    for overlap in OVERLAPS:
-        found = explain(*sizes, group=world(), device="cpu", overlap=overlap, machine="h200")
-        agree &= found.overlaps == (link_for(overlap, torch.zeros(1), ranks_of(world())) is not None)
-        said[overlap] = str(found)
-    said["experts"] = str(
-        explain("all_gather_grouped_mm", 8192, 8192, 8192, group=world(), device="cpu", ep=2, experts=8, topk=2)
-    )
-    return said | {"agree": agree}
-
-
-def decided() -> dict[str, Any]:
-    """What the model is asked for calls with overlap="auto", as if measured here, and whether its answer decides."""
-    up, row, x, y = torch.randn(32, 64), torch.randn(96, 32), torch.randn(32, 64), torch.randn(64, 32)
-    gate_up, experts, outs = torch.randn(64, 64), torch.randn(3, 64, 64), torch.randn(3, 64, 32)
-    options: dict[str, Any] = {"group": world(), "recipe": "mxfp8"}
-    ids, gates = torch.arange(64).view(32, 2) % 3, torch.full((32, 2), 0.5)
-    own, other = range(2 * dist.get_rank(), 2 * dist.get_rank() + 2), functools.partial(bs.quantize, format="mxfp4")
-
-    def both_experts(**chosen: Any) -> None:
-        routing = bs.sort_by_expert(ids, 4)
-        (h,), found = all_gather_grouped_mm(
-            x, torch.randn(2, 48, 64), routing=routing, gate_weights=gates, experts=own, **chosen
-        )
-        grouped_mm_reduce_scatter(h, torch.randn(2, 64, 48).bfloat16(), found, **chosen)
-
-    calls: dict[str, Callable[[], Any]] = {
-        "column": lambda: column_parallel(x, up, **options),
-        "row": lambda: row_parallel(y, row, **options),
-        "mlp": lambda: swiglu_parallel(x, gate_up, row, **options),
-        "gathers": lambda: all_gather_mm(x, up, torch.randn(16, 64), group=world()),
-        "sums": lambda: mm_reduce_scatter(y, row, group=world()),
-        "experts": lambda: grouped_swiglu_parallel(x, experts, outs, bs.sort_by_expert(ids, 3), gates, **options),
-        "divided experts": lambda: both_experts(group=world()),
-        "no model": lambda: all_gather_mm(other(x), other(up), group=world()),
-    }
-    found: dict[str, Any] = {}
-    for name, call in calls.items():
-        for answer in (True, False):
-            with (
-                patch.object(decision, "MEASURED_ON", {"cpu"}),
-                patch.object(HostTransport, "machine", lambda self, group: "h800"),
-                patch.object(decision, "pays", return_value=answer) as pays,
-                overlapped_experts.moved() as link,
-            ):
-                call()
-            assert bool(link.gathers or link.sums) is (answer and name != "divided experts"), name
-            assert all(asked.args[:2] == ("h800", 2) for asked in pays.call_args_list)
-            found[name] = [list(work) for asked in pays.call_args_list for work in asked.args[2]]
-    return found
-
-
 def skipped_step() -> bool:
     """A backward that raises between the start and the end of a sum does not stop the next one."""
     part = own_part(data(sizes(), torch.bfloat16), sizes())
@@ -410,8 +307,6 @@ def cases(ranks: int) -> Iterator[Case]:
             unquantized = get_recipe("mxfp8").replace(dgrad=None)
             yield "layers dgrad unquantized", functools.partial(layers, unquantized, dtype=torch.float32)
             yield "operands None", functools.partial(operands, None)
-            yield "refused operands", refused_operands
-            yield "refusals", refusals
         yield "mlp mxfp8", functools.partial(mlp, "mxfp8", "owner")
         yield "mlp mxfp8 requantized", functools.partial(mlp, "mxfp8", "requantized")
         for recipe, wgrad in (("mxfp8", "owner"), ("mxfp8", "requantized"), ("bf16", "owner"))[: 2 if on_gpu else 3]:
@@ -420,9 +315,6 @@ def cases(ranks: int) -> Iterator[Case]:
         for name in ("fp8_1x128", "mxfp8_e4m3"):
             yield f"operands {name}", functools.partial(operands, name)
         yield "evaluated", evaluated
-        yield "explained", explained
-        if not on_gpu:
-            yield "decided", decided
         yield "skipped step", skipped_step
 
 
@@ -436,7 +328,14 @@ def last_case(ranks: int) -> Iterator[Case]:
 
 def run(rank: int, ranks: int, folder: str, only: tuple[str, ...] = ()) -> None:
     """All cases on one rank."""
-    parts = cases, overlapped_experts.cases, overlapped_link.cases, last_case
+    parts = (
+        cases,
+        overlapped_choice.cases,
+        overlapped_experts.cases,
+        overlapped_guards.cases,
+        overlapped_link.cases,
+        last_case,
+    )
     found = functools.partial(run_cases, rank, ranks, folder, only)
     with ExitStack() as stack:
         # it sums in an order that does not depend on the number of rows

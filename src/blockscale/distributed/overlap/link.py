@@ -175,8 +175,8 @@ class LayerLink:
 
     @functools.cached_property
     def number(self) -> int:
-        """Of the call, in the order of forward passes. Counted when rows first move, after ranks have compared the
-        call: calls that raised on all of them do not count."""
+        """Number of the call, in the order of forward passes. It is counted when rows first move, after ranks have
+        compared the call, so a call that all of them refused does not count."""
         self.link.layers += 1
         return self.link.layers
 
