@@ -31,8 +31,8 @@ _PUBLIC = {
 _MODULE = {name: module for module, names in _PUBLIC.items() for name in names}
 _KERNEL_PACKAGES = ("casts", "gemm", "grouped")
 _SUBMODULES = (
-    "autograd", "casts", "diagnostics", "distributed", "errors", "formats", "gemm", "grouped", "hardware", "nn",
-    "registry", "roofline", "train",
+    "autograd", "casts", "checkpoints", "diagnostics", "distributed", "errors", "formats", "gemm", "grouped",
+    "hardware", "nn", "registry", "roofline", "train",
 )  # fmt: skip
 
 __all__ = [

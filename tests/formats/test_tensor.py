@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 import blockscale
 from blockscale import BlockScaled
 from blockscale.formats import FORMATS
-from blockscale.formats.tensor import has_canonical_strides
+from blockscale.formats.tensor import has_canonical_strides, is_row_slice, rows_of
 from support.helpers import bits, codes_of, same_bits, same_operand, scales_of
 
 ALL_LAYOUTS = [(name, layout) for name, spec in FORMATS.items() for layout in spec.layouts]
@@ -216,3 +216,25 @@ def test_saved_and_loaded_without_trusting_the_file(tmp_path):
     loaded = torch.load(tmp_path / "q.pt", weights_only=True)["q"]
     assert (loaded.shape, loaded.scale.stride()) == (q.shape, q.scale.stride())
     assert torch.equal(blockscale.dequantize(loaded), blockscale.dequantize(q))
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [("fp8_1x128", "mn_major"), ("fp8_1x128", "plain"), ("mxfp8_e4m3", "blocked"), ("mxfp4", "blocked")],
+)
+@pytest.mark.parametrize(("start", "stop"), [(0, 128), (128, 256), (256, 300), (128, 300), (4, 36), (3, 7), (0, 300)])
+def test_rows_of_an_operand(format: str, layout: str, start: int, stop: int):
+    """The rows that a cast of them alone has; without a copy where scales can be cut."""
+    x = torch.randn(300, 512)
+    q = blockscale.quantize(x, blockscale.CastSpec(format, scale_layout=layout))
+    found, want = (
+        rows_of(q, slice(start, stop)),
+        blockscale.quantize(x[start:stop], blockscale.CastSpec(format, scale_layout=layout)),
+    )
+    same_operand(found, want)
+    views = found.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
+    whole_tiles = start % 128 == 0 and (stop % 128 == 0 or stop == 300)
+    assert views == {"plain": True, "mn_major": start % 4 == 0, "blocked": whole_tiles}[layout]
+    if layout == "mn_major":
+        assert has_canonical_strides(found) == ((start, stop) == (0, 300) or not views)
+        assert is_row_slice(found)

@@ -20,6 +20,9 @@ COMMANDS = {
     "speed": "time training steps with several recipes: tokens/s, memory, breakdown of the step time",
     "advise": "which layers to keep in bf16 for a loss budget, and the cost in speed",
     "roofline": "upper bound on the speedup of a model's layers, and from how many tokens on",
+    "inspect": "what a checkpoint holds: layout, and format, shape and bytes of its weights",
+    "convert-checkpoint": "a checkpoint in another layout or format, exactly unless rounding is allowed",
+    "export": "weights of a training run as a checkpoint, with the bytes of training",
 }
 USAGE = "usage: blockscale COMMAND [options]      (blockscale COMMAND --help for its options)\n"
 MISSING = (
@@ -41,7 +44,7 @@ def _main(words: list[str]) -> int:
         print(__version__)
         return 0
     if words in ([], ["-h"], ["--help"]):
-        print(USAGE, *(f"  {name:<9} {text}" for name, text in COMMANDS.items()), sep="\n")
+        print(USAGE, *(f"  {name:<18} {text}" for name, text in COMMANDS.items()), sep="\n")
         return 0
     from ..errors import BlockscaleError, check_name, write_options
     from .options import as_flag
@@ -65,7 +68,7 @@ def _main(words: list[str]) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f".{command}", __package__)
+    module = importlib.import_module(f".{command.replace('-', '_')}", __package__)
     if hasattr(module, "main"):  # the options depend on the first word
         return module.main(arguments)
     from .options import parse_words

@@ -302,11 +302,12 @@ def flatten_operand(q: BlockScaled) -> tuple[Tensor, Tensor, Tensor | None, str,
         kind += f" hadamard={q.hadamard:#x}"
     data, scale = q.data, q.scale
     if torch.compiler.is_compiling() or type(data) is not Tensor:
-        data, scale = _as_bytes(data), _as_bytes(scale)
+        data, scale = as_bytes(data), as_bytes(scale)
     return data, scale, q.global_scale, kind, q.shape[q.axis]
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor of one-byte elements as uint8; any other as it is."""
     return _viewed(tensor, torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -361,6 +362,35 @@ def from_parts(
     spec = get_format(name)
     data, scale = _viewed(data, spec.data_dtype), _viewed(scale, spec.scale_dtype)
     return BlockScaled(data, scale, global_scale, spec.name, axis, layout, shape, group_align, hadamard, groups)
+
+
+def rows_of(q: BlockScaled, span: slice) -> BlockScaled:
+    """Rows of an operand [M, K] with scales in its layout: views where rows of scales can be cut there, else scales are
+    converted.
+
+    >>> import blockscale as bs
+    >>> rows_of(bs.quantize(torch.ones(256, 128), "mxfp8_e4m3"), slice(128, 256)).shape
+    (128, 128)
+    """
+    layout, rows = q.scale_layout, span.stop - span.start
+    if layout == "blocked" and not (span.start % 128 or (rows % 128 and span.stop != q.shape[0])):
+        width = q.scale.shape[0] // -(-q.shape[0] // 128)  # scales of 128 rows
+        scale = q.scale[span.start // 128 * width : -(-span.stop // 128) * width]
+    elif layout == "plain" or (layout == "mn_major" and span.start % 4 == 0):
+        scale = q.scale[span]
+    else:
+        return rows_of(q.with_layout("plain"), span).with_layout(layout)
+    return replace(q, data=q.data[span], scale=scale, shape=(rows, q.shape[-1]))
+
+
+def is_row_slice(q: BlockScaled) -> bool:
+    """Whether scales are rows of larger ones that TMA can address: their columns start at multiples of 16 bytes."""
+    return (
+        q.scale_layout == "mn_major"
+        and q.scale.stride(-2) == 1
+        and q.scale.stride(-1) % 4 == 0
+        and q.scale.data_ptr() % 16 == 0
+    )
 
 
 def has_canonical_strides(q: BlockScaled) -> bool:

@@ -20,12 +20,17 @@ from .attention import Attention
 from .transformer import Block, Transformer
 
 
-def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write config.json and model.safetensors to a folder, each atomically."""
+def check_has_names(model: Transformer) -> None:
+    """Raise unless Hugging Face Transformers has names for all weights of a model."""
     if model.config.experts is not None or model.config.latent is not None:
         rule = "dense models with grouped queries have names that every Llama loader knows"
         fix = "load a checkpoint by its own names"
         refuse("export of a model with experts or latent attention", rule, fix)
+
+
+def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write config.json and model.safetensors to a folder, each atomically."""
+    check_has_names(model)
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -50,33 +55,41 @@ def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16
 
 def hugging_face_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """All parameters under the names of Hugging Face Transformers; parts of fused layers are views."""
-    yield "model.embed_tokens.weight", model.embedding.weight
+    for name, parameter, rows in hugging_face_parts(model):
+        value = model.get_parameter(parameter)
+        yield name, value if rows is None else value[rows]
+
+
+def hugging_face_parts(model: Transformer) -> Iterator[tuple[str, str, slice | None]]:
+    """(name of Hugging Face Transformers, parameter of this model, rows of it) of all weights; None: all rows."""
+    yield "model.embed_tokens.weight", "embedding.weight", None
     for place, block in enumerate(model.layers):
         assert isinstance(block, Block)
-        yield from ((f"model.layers.{place}.{name}", value) for name, value in _block(block))
-    yield "model.norm.weight", model.norm.weight
+        for name, parameter, rows in _block(block):
+            yield f"model.layers.{place}.{name}", f"layers.{place}.{parameter}", rows
+    yield "model.norm.weight", "norm.weight", None
     if not model.config.tied:
-        yield "lm_head.weight", model.head.weight
+        yield "lm_head.weight", "head.weight", None
 
 
-def _block(block: Block) -> Iterator[tuple[str, Tensor]]:
-    attention, mlp = block.attention, block.mlp
+def _block(block: Block) -> Iterator[tuple[str, str, slice | None]]:
+    attention = block.attention
     assert isinstance(attention, Attention)
-    width = attention.width
-    parts = attention.qkv.weight.split([attention.heads * width, *[attention.kv_heads * width] * 2])
-    for name, part in zip("qkv", parts, strict=True):
-        yield f"self_attn.{name}_proj.weight", part
-    yield "self_attn.o_proj.weight", attention.out.weight
+    start = 0
+    for name, heads in (("q", attention.heads), ("k", attention.kv_heads), ("v", attention.kv_heads)):
+        rows = slice(start, start + heads * attention.width)
+        yield f"self_attn.{name}_proj.weight", "attention.qkv.weight", rows
+        start = rows.stop
+    yield "self_attn.o_proj.weight", "attention.out.weight", None
     if attention.q_norm is not None and attention.k_norm is not None:
-        yield "self_attn.q_norm.weight", attention.q_norm.weight
-        yield "self_attn.k_norm.weight", attention.k_norm.weight
-    gate_up: Any = mlp.get_parameter("gate_up.weight")
-    gate, up = gate_up.chunk(2)
-    yield "mlp.gate_proj.weight", gate
-    yield "mlp.up_proj.weight", up
-    yield "mlp.down_proj.weight", mlp.get_parameter("down.weight")
-    yield "input_layernorm.weight", block.attention_norm.weight
-    yield "post_attention_layernorm.weight", block.mlp_norm.weight
+        yield "self_attn.q_norm.weight", "attention.q_norm.weight", None
+        yield "self_attn.k_norm.weight", "attention.k_norm.weight", None
+    half = block.mlp.get_parameter("gate_up.weight").shape[0] // 2
+    yield "mlp.gate_proj.weight", "mlp.gate_up.weight", slice(0, half)
+    yield "mlp.up_proj.weight", "mlp.gate_up.weight", slice(half, 2 * half)
+    yield "mlp.down_proj.weight", "mlp.down.weight", None
+    yield "input_layernorm.weight", "attention_norm.weight", None
+    yield "post_attention_layernorm.weight", "mlp_norm.weight", None
 
 
 def hugging_face_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:

@@ -190,6 +190,15 @@ def load(path: Path, tensors: dict[str, Tensor], config: RunConfig, world: World
     return about
 
 
+def read_model(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill parameters and buffers of a model in place from a checkpoint, whose files are verified first."""
+    _verify(path, read_about(path)["files"])
+    try:
+        sharded_files.read_tensors(path, {f"model.{name}": value for name, value in tensors.items()}, ALONE)
+    except (Exception, CheckpointException) as error:
+        raise _damaged(path, f"{type(error).__name__}: {sharded_files.reason(error)}") from error
+
+
 def _checked(path: Path, config: RunConfig) -> dict[str, Any]:
     """Contents of run.json of a checkpoint of the same model."""
     about = read_about(path)
