@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import blockscale as bs
 from blockscale import CastSpec, Stochastic, rng_state
 from blockscale.formats import FORMATS
+from blockscale.tracing import constant_when_compiled
 from support.helpers import first_of, has_cpp_compiler
 from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner
 
@@ -348,3 +349,9 @@ def test_export(device):
     module, x = Module(), gaussian(24, K, device=device)
     program = torch.export.export(module, (x,))
     assert_same_bits(program.module()(x), module(x))
+
+
+def test_constants_are_marked_as_torch_marks_them():
+    """A copy of its decorator, which would import the compiler."""
+    marked = vars(torch.compiler.assume_constant_result(lambda: 0))
+    assert vars(constant_when_compiled(lambda: 0)) == marked != {}

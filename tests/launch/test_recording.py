@@ -40,7 +40,7 @@ def test_null_pointers_are_replayed():
     a = floats(1)
     _, recording = record(lambda: run_add(a, None, 1.0), (a,), one)
     assert recording is not None
-    assert recording.launches[0][1](["a", "b", None]) == ("a", None, "b")
+    assert recording.launches[0][2](["a", "b", None]) == ("a", None, "b")
     assert_same_bits(recording.replay([floats(2)]), [floats(2) + 1])
 
 
@@ -78,7 +78,7 @@ def test_views_come_back_as_views():
 def test_scalars_are_buffers():
     a = floats(1)
 
-    def write(device: int, at: int) -> None:
+    def write(stream: int, at: int) -> None:
         ctypes.c_float.from_address(at).value = 7.0
 
     def call() -> Tensor:

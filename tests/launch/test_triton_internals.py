@@ -44,6 +44,8 @@ def compiled(launched: list[tuple[object, ...]], **signature: str) -> Any:
     run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
     run.global_scratch_size = run.profile_scratch_size = 0
     run.global_scratch_align = run.profile_scratch_align = 1
+    # of later versions
+    run.gsan_enabled, run.arg_annotations, run.kernel_signature = False, (), ()
     return SimpleNamespace(run=run, function=5, packed_metadata=("metadata",))
 
 
@@ -52,28 +54,57 @@ def is_known() -> bool:
     return triton.__version__.startswith("3.6.")
 
 
-def test_the_guard_knows_this_version(launched: list[tuple[object, ...]]):
-    kernel = compiled(launched, a="tensordesc<fp8[64, 128]>", n="i32")
-    assert (triton_internals.bare_launcher(kernel) is not None) == is_known()
+def public_launch(kernel: Any, *arguments: object) -> None:
+    """The launch of a compiled kernel by Triton itself, on the stream 71."""
+    kernel.run(*GRID, 71, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
 
 
+def replayed_launch(start: Any, addresses: tuple[object, ...], *rest: object) -> None:
+    start.run(71, *start.head, *(addresses if start.expand is None else start.expand(addresses)), *rest)
+
+
+@pytest.mark.parametrize("signature", [{"a": "*fp32", "n": "i32"}, {"a": "tensordesc<fp8[64, 128]>", "n": "i32"}])
+def test_the_guard_knows_this_version(signature: dict[str, str], launched: list[tuple[object, ...]]):
+    kernel = compiled(launched, **signature)
+    descriptors = signature["a"].startswith("tensordesc")
+    assert (triton_internals.bare_launcher(kernel, GRID, descriptors) is not None) == is_known()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_replayed_launch_passes_what_triton_passes(
+    known: bool, launched: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    if not known:
+        monkeypatch.setattr(triton_internals, "bare_launcher", lambda *args: None)
+    kernel = compiled(launched, a="*fp32", b="*fp32", n="i32")
+    public_launch(kernel, 4096, None, 7)
+    replayed_launch(triton_internals.recorded_start(kernel, GRID, 1, ()), (4096, None), 7)
+    want, got = launched
+    assert want[:4] == (*GRID, 71)
+    assert got == want
+
+
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.skipif(not is_known(), reason="launches of this Triton take its public path")
-def test_expanded_descriptors_are_those_of_triton(launched: list[tuple[object, ...]]):
+def test_expanded_descriptors_are_those_of_triton(
+    known: bool, launched: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    if not known:
+        monkeypatch.setattr(triton_internals, "bare_launcher", lambda *args: None)
     kernel = compiled(launched, a="tensordesc<fp8[64, 128]>", b="tensordesc<fp8[64, 128]>", p="*fp32", n="i32")
     first, second = torch.zeros(128, 256, dtype=torch.float8_e4m3fn), torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
-    triton_internals.launcher(kernel, GRID)(1, descriptor(first), descriptor(second), 4096, 7)
-    direct = triton_internals.TmaLauncher(
-        kernel, GRID, [descriptor(torch.empty_like(first)), descriptor(torch.empty_like(second))]
-    )
-    triton_internals._thread.has_context = True
+    public_launch(kernel, descriptor(first), descriptor(second), 4096, 7)
+    descriptors = [descriptor(torch.empty_like(first)), descriptor(torch.empty_like(second))]
+    start = triton_internals.recorded_start(kernel, GRID, 1, descriptors)
+    monkeypatch.setattr(triton_internals._thread, "has_context", True, raising=False)
     for _ in range(2):
-        direct(1, first.data_ptr(), second.data_ptr(), 4096, 7)
+        replayed_launch(start, (first.data_ptr(), second.data_ptr(), 4096), 7)
     want, *got = launched
     assert want[:4] == (*GRID, 71)
     assert got == [want, want]
 
 
-@pytest.mark.parametrize("change", ["scratch", "closure", "expansion", "flags"])
+@pytest.mark.parametrize("change", ["scratch", "closure", "expansion", "flags", "order"])
 def test_a_launcher_that_differs_takes_the_public_path(
     change: str, launched: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -84,9 +115,11 @@ def test_a_launcher_that_differs_takes_the_public_path(
         kernel.run.launch = lambda *args: None
     elif change == "expansion":
         monkeypatch.setattr(triton_internals, "_expand_descriptor", lambda arg: arg)
+    elif change == "order":
+        monkeypatch.setattr(driver.CudaLauncher, "__call__", lambda self, *args: self.launch(*args[3:], *args[:3]))
     else:
         del kernel.run.launch_pdl
-    assert triton_internals.bare_launcher(kernel) is None
+    assert triton_internals.bare_launcher(kernel, GRID, 1) is None
 
 
 def test_a_descriptor_at_another_address_equals_a_new_one():

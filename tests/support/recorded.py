@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockscale import launch, library
 from blockscale.launch import record
+from blockscale.launch.recording import Start
 
 N = 33  # floats: no multiple of any alignment
 
@@ -17,7 +18,7 @@ N = 33  # floats: no multiple of any alignment
 SEEN: list[tuple[int, ...]] = []
 
 
-def add(device: int, a: int, b: int | None, out: int, plus: float) -> None:
+def add(stream: int, a: int, b: int | None, out: int, plus: float) -> None:
     """out = a + b + plus, of N floats each."""
     SEEN.append((a, b or 0, out))
     x, y, z = (None if at is None else (ctypes.c_float * N).from_address(at) for at in (a, b, out))
@@ -46,7 +47,7 @@ def start(kernel: Callable[..., None], pointers: Sequence[int | None], rest: tup
     kernel(-1, *pointers, *rest)
     found = launch.recorder()
     if found is not None:
-        found.add_launch(kernel, pointers, rest)
+        found.add_launch(Start(kernel), pointers, rest)
 
 
 def floats(seed: int) -> Tensor:

@@ -72,14 +72,14 @@ class MLPSaved(NamedTuple):
     recording: Recording | None
 
     @property
-    def columns(self) -> tuple[SavedOperand, SavedOperand, SavedOperand]:
-        return self.x_col, self.gate_up_col, self.down_col
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """Tensors of the operands of x and of both weights."""
+        return *self.x_col.tensors, *self.gate_up_col.tensors, *self.down_col.tensors
 
     def save(self, ctx: Any) -> None:
-        parts = (part for each in self.columns for part in each.tensors)
         routing = () if self.routing is None else self.routing.tensors
-        ctx.save_for_backward(*self[:4], *parts, self.y, self.gate_weights, *routing)
-        ctx.saved_meta = (*(each.meta for each in self.columns), self.recording)
+        ctx.save_for_backward(*self[:4], *self.columns, self.y, self.gate_weights, *routing)
+        ctx.saved_meta = self.x_col.meta, self.gate_up_col.meta, self.down_col.meta, self.recording
 
     @staticmethod
     def restore(ctx: Any) -> MLPSaved:
@@ -200,13 +200,12 @@ class MLPPlan(NamedTuple):
         # a weight whose operand was saved is not read
         gate_up_weight = saved.gate_up_weight if saved.gate_up_col.meta is None else None
         down_weight = saved.down_weight if saved.down_col.meta is None else None
-        parts = (part for each in saved.columns for part in each.tensors)
         routing = () if saved.routing is None else saved.routing.tensors
         read = (saved.x, saved.gate_up, gate_up_weight, down_weight)
         indices, factors = scatter or (None, None)
         # a recording has each input once
         indices = None if saved.routing is not None and indices is saved.routing.tokens else indices
-        optional = (*read, *main_grads, *parts, *routing, indices, factors)
+        optional = (*read, *main_grads, *saved.columns, *routing, indices, factors)
         call = functools.partial(self._backward, grad, saved, main_grads, scatter, None)
         gradients = Gradients(*replay_or_record_backward(saved.recording, grad, optional, call))
         for each in accumulated:  # the operator bumps their versions, a replay of its launch does not

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DtypeError, ShapeError, check_name, refuse
+from ..tracing import constant_when_compiled
 from .checks import all_ints, check_device, check_int, check_text, in_words, is_dense
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x")
@@ -35,7 +36,7 @@ def module_name(name: str) -> str:
     return ".".join(parts[1:] if parts and parts[0] == "module" else parts)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def stream_id(name: str, role: str) -> int:
     """The 32-bit stream of one operand of one layer.
 

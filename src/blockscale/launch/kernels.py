@@ -50,12 +50,13 @@ def launch(
 
 
 def _record(found: Any, compiled: Any, grid: tuple[int, ...], tensors: Sequence[Any], rest: tuple[object, ...]) -> None:
-    from .triton_internals import TmaLauncher, launcher
+    from .triton_internals import DRIVER, recorded_start
 
-    whole = grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1
-    descriptors = [each for each in tensors if each is not None and not isinstance(each, Tensor)]
-    pointers = [None if each is None else getattr(each, "base", each).data_ptr() for each in tensors]
     if compiled is None:  # the interpreter
         return found.refuse("a kernel that was not compiled")
-    start = TmaLauncher(compiled, whole, descriptors) if descriptors else launcher(compiled, whole)
-    found.add_launch(start, pointers, rest)
+    whole = grid[0], grid[1] if len(grid) > 1 else 1, grid[2] if len(grid) > 2 else 1
+    descriptors = [each for each in tensors if each is not None and not isinstance(each, Tensor)]
+    bases = [getattr(each, "base", each) for each in tensors]
+    pointers = [None if each is None else each.data_ptr() for each in bases]
+    found.driver = DRIVER
+    found.add_launch(recorded_start(compiled, whole, bases[0].get_device(), descriptors), pointers, rest)

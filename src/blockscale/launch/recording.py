@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats.checks import PLAIN_TYPES
 from ..registry import nothing_is_forced
+from .buffers import Buffer, View, allocator, extent, uninitialised, view_of
 
 _aten = torch.ops.aten
 _EMPTY = frozenset({_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default})
@@ -36,23 +37,36 @@ _ZEROS = frozenset({_aten.zeros.default, _aten.new_zeros.default})
 BODIES: dict[OpOverload, Callable[..., Any]] = {}
 
 
+class Driver(NamedTuple):
+    """What a replay asks of the driver of its kernels.
+
+    stream: the current stream of a device, by its index.  is_watched: whether hooks of launches are set (profilers).
+    """
+
+    stream: Callable[[int], Any] = lambda device: device
+    is_watched: Callable[[], bool] = lambda: False
+
+
+class Start(NamedTuple):
+    """How a replay starts a kernel: run(stream, *head, *arguments), without hooks.
+
+    expand: makes the first arguments from addresses, if those are not the addresses themselves.
+    """
+
+    run: Callable[..., None]
+    head: tuple[object, ...] = ()
+    expand: Callable[[Sequence[Any]], Sequence[object]] | None = None
+
+
 class Launch(NamedTuple):
-    """One kernel launch: start(device, *addresses, *rest).
+    """One kernel launch, with its addresses and then `rest`.
 
     places: index of each address in the list of addresses; None for a null pointer.
     """
 
-    start: Callable[..., None]
+    start: Start
     places: tuple[int | None, ...]
     rest: tuple[object, ...]
-
-
-class Buffer(NamedTuple):
-    """A buffer of a recorded call.  lookup: of one that outlives the call, as a workspace does; else None."""
-
-    tensor: Tensor
-    zeroed: bool = False
-    lookup: Callable[[], Tensor] | None = None
 
 
 FP4 = torch.float4_e2m1fn_x2
@@ -83,6 +97,7 @@ class Recorder(TorchDispatchMode):
         # (number, offset in bytes) of addresses inside a tensor; numbered after all tensors
         self.interior: list[tuple[int, int]] = []
         self.refused = ""
+        self.driver = Driver()
         self._numbers: dict[int, int] = {}
         for tensor in inputs:
             self._add(tensor)
@@ -122,7 +137,7 @@ class Recorder(TorchDispatchMode):
         self._numbers[tensor.data_ptr()] = len(self.tensors)
         self.tensors.append(tensor)
 
-    def add_launch(self, start: Callable[..., None], pointers: Sequence[int | None], rest: tuple[object, ...]) -> None:
+    def add_launch(self, start: Start, pointers: Sequence[int | None], rest: tuple[object, ...]) -> None:
         self.launches.append(Launch(start, tuple(map(self._place, pointers)), rest))
 
     def number(self, address: int) -> int | None:
@@ -138,20 +153,12 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             return number
         offsets = [(number, address - tensor.data_ptr()) for number, tensor in enumerate(self.tensors)]
-        inside = [(number, offset) for number, offset in offsets if 0 < offset < _extent(self.tensors[number])]
+        inside = [(number, offset) for number, offset in offsets if 0 < offset < extent(self.tensors[number])]
         if len(inside) != 1:
             self.refuse("an address of no recorded tensor, or of several")
             return None
         self.interior += inside
         return -len(self.interior)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size()
 
 
 def _shares_memory(result: Any, args: Any) -> bool:
@@ -194,7 +201,6 @@ def note_persistent_buffer(tensor: Tensor, lookup: Callable[[], Tensor]) -> None
 
 
 _ALIGNMENT = 512  # bytes, of torch's allocator; kernels are compiled for a divisor of it
-View = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,17 +209,19 @@ class Recording:
     scratch buffers, which share one allocation, then addresses inside of those, and None for null pointers.
 
     buffers: functions that allocate or find buffers.  scratch: allocates all scratch buffers, at `scratch_offsets` in
-    bytes.  interior: (index, offset) of addresses inside a tensor.  launches: (start, function that picks the launch's
-    addresses, other arguments).  results: index of each returned tensor among inputs and buffers, -1 for None.  views:
-    (place among the results, view) of results that have another layout than their buffer.  note: the caller's own data.
+    bytes.  interior: (index, offset) of addresses inside a tensor.  launches: (run, head, pick, rest), started as
+    run(stream, *head, *pick(addresses), *rest).  results: index of each returned tensor among inputs and buffers, -1
+    for None.  views: (place among the results, view) of results that have another layout than their buffer.  note: the
+    caller's own data.
     """
 
     device: int
+    driver: Driver
     buffers: tuple[Callable[[], Tensor], ...]
     scratch: Callable[[], Tensor]
     scratch_offsets: tuple[int, ...]
     interior: tuple[tuple[int, int], ...]
-    launches: tuple[tuple[Callable[..., None], Callable[..., Any], tuple[object, ...]], ...]
+    launches: tuple[tuple[Callable[..., None], tuple[object, ...], Callable[..., Any], tuple[object, ...]], ...]
     results: tuple[int, ...]
     views: tuple[tuple[int, View], ...]
     note: Any = None
@@ -221,7 +229,6 @@ class Recording:
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Run the call with other inputs of the same layouts; returns its results, with the layouts of the recorded
         call's: activation checkpointing compares both."""
-        device = self.device
         tensors: list[Any] = [*inputs, *[allocate() for allocate in self.buffers]]
         addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
         if self.scratch_offsets:
@@ -231,8 +238,9 @@ class Recording:
         for index, offset in self.interior:
             addresses.append((addresses[index] or 0) + offset)
         addresses.append(None)
-        for start_kernel, pick, rest in self.launches:
-            start_kernel(device, *pick(addresses), *rest)
+        stream = self.driver.stream(self.device)
+        for run, head, pick, rest in self.launches:
+            run(stream, *head, *pick(addresses), *rest)
         tensors.append(None)
         results = [tensors[at] for at in self.results]
         for at, (dtype, size, stride) in self.views:
@@ -269,8 +277,8 @@ def _finish(
     found: Recorder, first: Tensor, numbers: Sequence[int | None], wanted: Sequence[Tensor | None], note: Any
 ) -> Recording:
     """The recording, with addresses reordered: inputs, allocated and persistent buffers, scratch buffers, interior."""
-    views = [None if tensor is None else _view_of(tensor) for tensor in wanted]
-    made = {number: _view_of(found.tensors[number]) for number in range(found.inputs)}
+    views = [None if tensor is None else view_of(tensor) for tensor in wanted]
+    made = {number: view_of(found.tensors[number]) for number in range(found.inputs)}
     place = {number: number for number in made}
     buffers: list[Callable[[], Tensor]] = []
     scratch: list[int] = []
@@ -279,23 +287,24 @@ def _finish(
         if buffer.lookup is not None or buffer.zeroed or number in numbers:
             place[number] = found.inputs + len(buffers)
             returned = {view for view, each in zip(views, numbers, strict=True) if each == number}
-            allocate, made[number] = _allocator(buffer, returned)
+            allocate, made[number] = allocator(buffer, returned)
             buffers.append(allocate)
         else:
             scratch.append(number)
             offsets.append(size)
-            size += -(-_extent(buffer.tensor) // _ALIGNMENT) * _ALIGNMENT
+            size += -(-extent(buffer.tensor) // _ALIGNMENT) * _ALIGNMENT
     for at, number in enumerate([*scratch, *range(-1, -1 - len(found.interior), -1)]):
         place[number] = found.inputs + len(buffers) + at
     return Recording(
         first.get_device(),
+        found.driver,
         tuple(buffers),
-        functools.partial(torch.empty, size, dtype=torch.uint8, device=first.device),
+        uninitialised(torch.uint8, (size,), (1,), first.device),
         tuple(offsets),
         tuple((place[number], offset) for number, offset in found.interior),
         tuple(
-            (start, _picker([-1 if at is None else place[at] for at in places]), rest)
-            for start, places, rest in found.launches
+            (run, head, _picker([-1 if at is None else place[at] for at in places], expand), rest)
+            for (run, head, expand), places, rest in found.launches
         ),
         tuple(-1 if number is None else place[number] for number in numbers),
         tuple(
@@ -307,34 +316,13 @@ def _finish(
     )
 
 
-def _view_of(tensor: Tensor) -> View:
-    return tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _allocator(buffer: Buffer, returned: set[View | None]) -> tuple[Callable[[], Tensor], View]:
-    """The function that allocates or finds a buffer, and the layout of its result: if it can, that of the only view of
-    the buffer that the call returns."""
-    tensor, zeroed, lookup = buffer
-    view = _view_of(tensor)
-    options = {"dtype": tensor.dtype, "device": tensor.device}
-    if lookup is not None:
-        return lookup, view
-    if zeroed:
-        return functools.partial(torch.zeros, tensor.shape, **options), view
-    wanted = next(iter(returned)) if len(returned) == 1 else None
-    if tensor.dtype is FP4:
-        return functools.partial(empty, tensor.shape, **options), view
-    if wanted is not None and wanted[0] == tensor.dtype and _extent(tensor) == _extent(tensor.as_strided(*wanted[1:])):
-        return functools.partial(torch.empty_strided, *wanted[1:], **options), wanted
-    # torch parses separate sizes in two thirds of the time of a tuple, but needs at least one
-    return functools.partial(torch.empty, *(tensor.shape or ((),)), **options), view
-
-
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """The function that picks the addresses of a launch."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return operator.itemgetter(slice(places[0], places[0] + 1 or None))
+def _picker(
+    places: Sequence[int], expand: Callable[[Sequence[Any]], Sequence[object]] | None
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """The function that picks the addresses of a launch, and expands them."""
+    several = len(places) > 1
+    pick = operator.itemgetter(*places) if several else operator.itemgetter(slice(places[0], places[0] + 1 or None))
+    return pick if expand is None else lambda addresses: expand(pick(addresses))
 
 
 # ---- the store of recordings -----------------------------------------------------------------------------------------
@@ -359,9 +347,9 @@ def call_key(*parts: Any) -> tuple[object, ...]:
 
 
 def find_recording(key: tuple[object, ...]) -> Recording | None:
-    """The recording of that key, or None."""
+    """The recording of that key, or None. None also while launches are watched: replays call no hooks."""
     found = _RECORDINGS.get(key)
-    return found if type(found) is Recording else None
+    return found if type(found) is Recording and not found.driver.is_watched() else None
 
 
 def run_and_record(

@@ -2,21 +2,25 @@
 
 `compiled[grid](...)` looks up device, stream and hooks at every call, queries the driver for the memory of each tensor,
 and encodes every TMA descriptor again. A replayed launch does none of it. `bare_launcher` is the guard: where a version
-of Triton differs from what this file expects it returns None, and launches take the public path.
+of Triton differs from what this file expects it returns None, and replays pass through Triton's launcher.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from .recording import Driver, Start
 
 try:
     from triton.backends.nvidia import driver as _driver
@@ -51,24 +55,7 @@ def ptx_version(cuda: str) -> int:
 
 
 _expand_descriptor: Any = getattr(_driver, "make_tensordesc_arg", None)
-_MAX_TENSOR_MAPS = 256  # of one recorded launch
-
-
-def launcher(compiled: Any, grid: Grid) -> Callable[..., None]:
-    """Launch function of a compiled kernel: launch(device index, *all arguments), tensors as addresses.
-
-    Constexpr arguments are passed too. The kernel must have run on that device before, and the device must be current.
-    """
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream = triton.runtime.driver.active.get_current_stream
-
-    def launch(device: int, *arguments: object) -> None:
-        if launch_hooks_are_set():
-            compiled[grid](*arguments)
-        else:
-            run(*grid, stream(device), function, metadata, None, None, None, *arguments)
-
-    return launch
+_MAX_TENSOR_MAPS = 256  # of one descriptor of a recorded launch
 
 
 def launch_hooks_are_set() -> bool:
@@ -78,46 +65,69 @@ def launch_hooks_are_set() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+def current_stream(device: int) -> int:
+    """The stream that kernels of this thread start on."""
+    return triton.runtime.driver.active.get_current_stream(device)
+
+
+DRIVER = Driver(current_stream, launch_hooks_are_set)
+
+
+def recorded_start(compiled: Any, grid: Grid, device: int, descriptors: Sequence[Any]) -> Start:
+    """Start of a compiled kernel that has run on this device, which is current at every replay.
+
+    Constexpr arguments are passed too, and no launch hook is called.  descriptors: its first arguments, of TMA.
+    """
+    bare = bare_launcher(compiled, grid, len(descriptors))
+    if bare is None:
+        run, head = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+        expand = lambda made, at: [made]  # noqa: E731
+    else:
+        run, head, metadata = bare
+        expand = lambda made, at: _expand_descriptor(made, metadata[at])  # noqa: E731
+    arguments = TmaArguments(device, descriptors, expand) if descriptors else None
+    return Start(functools.partial(run, *grid), head, arguments)
+
+
 class BareLauncher(NamedTuple):
-    """Inner launcher of a kernel with TMA descriptors, which takes descriptors that are already expanded.
+    """Inner launcher of a kernel: launch(*grid, stream, *head, *arguments), with TMA descriptors expanded.
 
-    Triton's own launch expands every descriptor at every call."""
+    tensor_maps: metadata of the kernel's descriptors, in their order.
+    """
 
-    run: Any
-    function: Any
-    metadata: Any
     launch: Callable[..., None]
+    head: tuple[object, ...]
     tensor_maps: Sequence[Any]
 
-    def expand(self, descriptor: object, at: int) -> list[object]:
-        """Launch arguments of a descriptor: the driver's tensor map, sizes, strides. Valid for its address only."""
-        return _expand_descriptor(descriptor, self.tensor_maps[at])
 
-    def start(self, device: int, grid: Grid, *arguments: object) -> None:
-        """Launch with expanded descriptors."""
-        run, stream = self.run, triton.runtime.driver.active.get_current_stream(device)
-        flags = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-        self.launch(*grid, stream, self.function, *flags, self.metadata, None, None, None, *arguments)
-
-
-def bare_launcher(compiled: Any) -> BareLauncher | None:
+def bare_launcher(compiled: Any, grid: Grid, descriptors: int) -> BareLauncher | None:
     """Inner launcher of a compiled kernel; None if Triton's internals are not those of a version that was tested."""
     run = compiled.run
     try:
-        inner = run.launch
-        closure = dict(zip(inner.__code__.co_freevars, (cell.cell_contents for cell in inner.__closure__), strict=True))
-        launch, maps = closure["launcher"], closure["tensordesc_meta"]
-        parameters = tuple(inspect.signature(_expand_descriptor).parameters)
-        no_scratch = not run.global_scratch_size and not run.profile_scratch_size
-        expected = parameters == ("arg", "metadata") and all(each is not None for each in maps)
-        flags = hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")
+        if run.global_scratch_size or run.profile_scratch_size:
+            return None
+        launch, maps = run.launch, ()
+        if descriptors:
+            cells = zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True)
+            closure = dict(cells)
+            launch, maps = closure["launcher"], closure["tensordesc_meta"]
+            known = tuple(inspect.signature(_expand_descriptor).parameters) == ("arg", "metadata")
+            if not known or len(maps) != descriptors or any(each is None for each in maps):
+                return None
+        head = _head(compiled, grid)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return (
-        BareLauncher(run, compiled.function, compiled.packed_metadata, launch, maps)
-        if no_scratch and expected and flags
-        else None
-    )
+    return None if head is None else BareLauncher(launch, head, maps)
+
+
+def _head(compiled: Any, grid: Grid) -> tuple[object, ...] | None:
+    """What Triton's launcher passes on between the stream and the kernel's arguments, or None if these do not frame it.
+    The launcher itself tells: it is called with another object in its own place, which takes what it passes on."""
+    run, stream, argument, passed = compiled.run, object(), object(), []
+    told = SimpleNamespace(**{**vars(run), "launch": lambda *args: passed.extend(args)})
+    type(run).__call__(told, *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, argument)
+    frames = passed[:4] == [*grid, stream] and passed[-1] is argument
+    return tuple(passed[4:-1]) if frames else None
 
 
 class _Address:
@@ -148,37 +158,34 @@ def descriptor_at(kind: type, fields: dict[str, Any], base: Tensor | _Address) -
 _thread = threading.local()
 
 
-class TmaLauncher:
-    """Launch function of a compiled kernel whose first arguments are TMA descriptors."""
+class TmaArguments:
+    """Arguments of a compiled kernel whose first ones are TMA descriptors, from addresses.
 
-    def __init__(self, compiled: Any, grid: Grid, descriptors: Sequence[Any]) -> None:
-        self._grid, self._launch, self._bare = grid, launcher(compiled, grid), bare_launcher(compiled)
+    expand: launch arguments of a descriptor and its place: the driver's tensor map, sizes, strides.
+    """
+
+    def __init__(self, device: int, descriptors: Sequence[Any], expand: Callable[[Any, int], Sequence[object]]) -> None:
+        self._device, self._expand = device, expand
         self._descriptors = [(type(each), descriptor_fields(each)) for each in descriptors]
-        self._maps: dict[tuple[int, int], list[object]] = {}
+        # by address, since torch's allocator returns the same addresses again
+        self._expanded: list[dict[int, Sequence[object]]] = [{} for _ in descriptors]
 
-    def __call__(self, device: int, *arguments: Any) -> None:
-        """arguments: addresses of the tensors behind the descriptors, then the other arguments."""
+    def __call__(self, addresses: Sequence[Any]) -> list[object]:
+        """addresses: of the tensors behind the descriptors, then of the other tensors."""
         if not getattr(_thread, "has_context", False):
-            torch.cuda.set_device(device)  # cuTensorMapEncode needs a context on this thread
+            torch.cuda.set_device(self._device)  # cuTensorMapEncode needs a context on this thread
             _thread.has_context = True
-        count = len(self._descriptors)
-        if self._bare is None or launch_hooks_are_set():
-            made = [self._descriptor(at, arguments[at]) for at in range(count)]
-            return self._launch(device, *made, *arguments[count:])
-        expanded: list[object] = []
-        for at in range(count):
-            # tensor maps by address: torch's allocator returns the same addresses again
-            found = self._maps.get((at, arguments[at]))
-            expanded += found if found is not None else self._tensor_map(at, arguments[at])
-        return self._bare.start(device, self._grid, *expanded, *arguments[count:])
+        arguments: list[object] = []
+        for at, known in enumerate(self._expanded):
+            address = addresses[at]
+            found = known.get(address)
+            arguments += self._at(at, address) if found is None else found
+        arguments += addresses[len(self._expanded) :]
+        return arguments
 
-    def _descriptor(self, at: int, address: int) -> Any:
-        kind, fields = self._descriptors[at]
-        return descriptor_at(kind, fields, _Address(address))
-
-    def _tensor_map(self, at: int, address: int) -> list[object]:
-        assert self._bare is not None
-        if len(self._maps) >= _MAX_TENSOR_MAPS:
-            self._maps.clear()
-        made = self._maps[at, address] = self._bare.expand(self._descriptor(at, address), at)
+    def _at(self, at: int, address: int) -> Sequence[object]:
+        known, (kind, fields) = self._expanded[at], self._descriptors[at]
+        if len(known) >= _MAX_TENSOR_MAPS:
+            known.clear()
+        made = known[address] = self._expand(descriptor_at(kind, fields, _Address(address)), at)
         return made

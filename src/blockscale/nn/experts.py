@@ -20,7 +20,7 @@ from ..autograd.routing import combine
 from ..formats.checks import check_flag, check_int, check_place, check_sizes, check_text
 from ..formats.stochastic import rng_state
 from ..grouped import Routing, as_routing
-from .mlp import is_plain
+from .mlp import are_plain
 from .recipe_module import DEFAULT_SEED, RecipeModule
 
 
@@ -133,7 +133,7 @@ class GroupedExperts(torch.nn.Module):
         """Tokens [T, dim] and their routing, or sorted rows [M, dim] and expert ends -> rows [M, dim] by expert.
         With the gate weights [T, k] of a routing -> tokens [T, dim], each the weighted sum of its rows."""
         first, second = self.gate_up, self.down
-        if not self.is_fused:
+        if not are_plain(first, second, GroupedLinear):
             routed = as_routing(routing)
             check_combined(gate_weights, routed)
             rows = second(swiglu(first(x, routed)), routed.offs)
@@ -156,6 +156,4 @@ class GroupedExperts(torch.nn.Module):
     @property
     def is_fused(self) -> bool:
         """Whether a forward made now bypasses the sublayers; see `SwiGLU.is_fused`."""
-        first, second = self.gate_up, self.down
-        plain = is_plain(first, GroupedLinear) and is_plain(second, GroupedLinear)
-        return plain and first.recipe_now == second.recipe_now
+        return are_plain(self.gate_up, self.down, GroupedLinear)

@@ -6,6 +6,8 @@ and calls `swiglu_mlp`, which fuses the activation with its casts. If a sublayer
 class, the three parts run one after the other.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import torch
@@ -20,9 +22,7 @@ from ..errors import ShapeError, refuse
 from ..formats.checks import check_place, check_sizes, check_text, in_words
 from ..formats.stochastic import rng_state
 from .linear import Linear
-from .recipe_module import DEFAULT_SEED
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from .recipe_module import DEFAULT_SEED, RecipeModule
 
 
 class SwiGLU(torch.nn.Module):
@@ -107,7 +107,7 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: Tensor | Activation) -> Tensor:
         """[..., dim] -> [..., dim]."""
         first, second = self.gate_up, self.down
-        if not self.is_fused:
+        if not are_plain(first, second, Linear):
             check_not_packed("gate_up.weight", getattr(first, "weight", None))
             return second(swiglu(first(x)))
         (rounding, operands), (other_rounding, other_operands) = first.call_state(), second.call_state()
@@ -131,15 +131,20 @@ class SwiGLU(torch.nn.Module):
         >>> mlp.is_fused
         False
         """
-        first, second = self.gate_up, self.down
-        return is_plain(first, Linear) and is_plain(second, Linear) and first.recipe_now == second.recipe_now
+        return are_plain(self.gate_up, self.down, Linear)
+
+
+def are_plain(first: RecipeModule, second: RecipeModule, kind: type[torch.nn.Module]) -> bool:
+    """Whether two layers have one recipe, and calling them runs only the forward of that class."""
+    return is_plain(first, kind) and is_plain(second, kind) and first.recipe_now == second.recipe_now
 
 
 def is_plain(layer: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Whether calling the layer runs only the forward of that class: no hooks, no replaced forward."""
     if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
         return False
-    return not any(getattr(layer, hooks) for hooks in _HOOKS)
+    has_forward_hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return not (has_forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def _has_bias(layer: torch.nn.Linear) -> bool:
