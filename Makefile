@@ -38,12 +38,13 @@ demo: setup ## train a tiny model by three recipes and a broken one: a table, an
 doctor: setup ## say what runs on this machine, and check that it is right
 	@$(PY) -m blockscale doctor
 
-# One thread per worker: the workers already keep every core busy.
+# One thread per worker: the workers already keep every core busy. Compiled modules are kept whatever the environment says:
+# without them every worker rewrites the asserts of all tests, ten seconds, and every program that a test starts compiles the library.
 test: setup ## run the tests, one worker per core
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --durations=25 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --durations=25 $(ARGS)
 
 test-all: setup ## run every variant of every test that needs no GPU, also those that `make test` has one of
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --all $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --all $(ARGS)
 
 # The newest triton may be newer than any torch asks for: what it changes is better seen here than by a user.
 setup-next: # make .venv-next: the same torch, the newest triton

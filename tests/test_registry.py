@@ -25,7 +25,7 @@ from support.products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 SRC = Path(__file__).parents[1] / "src"
 ONE_CAST = ("cast", "dequantize", "swiglu", "rmsnorm", "permute", "permute_columns")
 TWO_CASTS = ("cast_both", "swiglu_both", "swiglu_backward_both", "rmsnorm_both", "permute_both")
-MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes")
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows", "transpose_codes")
 OPERATIONS = (*ONE_CAST, *TWO_CASTS, "gemm", "m_grouped", "k_grouped", *MOVES)
 
 
@@ -101,7 +101,7 @@ def test_the_reference_is_last_and_takes_everything(op):
     assert entries[-1].backend == "reference"
     assert [entry.priority for entry in entries] == sorted((entry.priority for entry in entries), reverse=True)
     reference = entries[-1]
-    options = [frozenset(), frozenset({"bias", "accumulate", "strided", "offs", "hadamard", "stochastic"})]
+    options = [frozenset(), frozenset({"bias", "accumulate", "sliced", "strided", "offs", "hadamard", "stochastic"})]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     size = {"gemm": 3, "m_grouped": 4, "k_grouped": 4}.get(op, 2)
     shapes = [(0,) * size, (1,) * size, (129, 7, 33, 5)[:size]]

@@ -138,6 +138,11 @@ def moves() -> Iterator[tuple[str, str, Call]]:
         row_moves.clear_rows(found, bs.sort_by_expert(i.experts, 9).offs // 2)
         return found
 
+    def placed(i: Inputs) -> Tensor:
+        found = torch.zeros_like(i.x)
+        row_moves.place_rows(i.x[: ROWS // 4], bs.sort_by_expert(i.experts, 9).rows, found)
+        return found
+
     def transposed(i: Inputs) -> Tensor:
         return transpose_codes(i.x.contiguous().view(torch.uint8), 2 * i.x.shape[1], 8)
 
@@ -149,6 +154,7 @@ def moves() -> Iterator[tuple[str, str, Call]]:
         yield operation, "weighted", lambda i, call=call: call(i, weights(i))
     yield "combine_dots", "", dots
     yield "clear_rows", "", cleared
+    yield "place_rows", "", placed
     yield "transpose_codes", "", lambda i: [transposed(i)]
 
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from blockscale.bench.gemms import FAST
 from blockscale.bench.layers import BF16, TORCHAO, TORCHAO_COMPILED
+from blockscale.bench.overlaps import SERIAL
 from blockscale.bench.shapes import MAIN
 from blockscale.bench.store import Row, number
+from blockscale.bench.suites.overlap import named
 from blockscale.bench.trainings import Convergence, Throughput, Training, baseline, convergences, speedup, throughputs
 
 from .gemm import CUBLAS, LAYOUTS, large
 from .layers import speedup as peer_ratio
 from .moe import EXPERTS, FP8, linear_of
+from .overlap import flux_cases
 from .speed import RECIPE, tokens_per_step
 from .tables import EMPTY, mean, table
 from .training import FULL, chosen, comparisons, gap_of, on_machine, percent
@@ -121,6 +124,7 @@ def _lines(rows: Sequence[Row], trainings: Sequence[Training]) -> Iterable[list[
     ):
         yield _tokens(name, throughput(trainings, model))
     yield _casts(rows)
+    yield _overlap(rows)
     yield _loss(loss(trainings))
 
 
@@ -161,6 +165,21 @@ def _casts(rows: Sequence[Row]) -> list[str] | None:
     bandwidths = [bandwidth for bandwidth, _ in found]
     ours = f"{min(bandwidths) / 1e3:.1f} to {max(bandwidths) / 1e3:.1f} TB/s"
     return ["[Casts](benchmarks/casts.md), FP8 and MXFP8", ours, "`copy_`", span([ratio for _, ratio in found])]
+
+
+def _overlap(rows: Sequence[Row]) -> list[str] | None:
+    """Times of FP8 operations at Flux's shapes, with the ratio of copies and then the product to them."""
+    cases = flux_cases()
+    found = [
+        (row.us, row.peers[SERIAL]["us"] / row.us)
+        for row in _timed(rows, "overlap")
+        if row.format == "fp8_blockwise_pow2" and named(row.case) in cases and row.us and "us" in row.peers[SERIAL]
+    ]
+    if not found:
+        return None
+    ms = [us / 1e3 for us, _ in found]
+    name = f"[Overlap](docs/overlap.md), 1 rank of 8 over PCIe, {len(found)} of Flux's shapes"
+    return [name, f"{min(ms):.1f} to {max(ms):.1f} ms", "copies, then GEMM", span([ratio for _, ratio in found])]
 
 
 def _loss(row: Convergence | None) -> list[str] | None:

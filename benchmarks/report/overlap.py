@@ -13,7 +13,8 @@ from typing import NamedTuple
 from blockscale.bench.overlaps import ONE
 from blockscale.bench.store import Row
 from blockscale.bench.suites.overlap import Named, named
-from blockscale.roofline import Prediction, overlap_gain, overlap_machine
+from blockscale.distributed.overlap.decision import Work, predict
+from blockscale.roofline import Prediction
 from blockscale.roofline.calibration import FLUX_ROWS, PublishedRow
 from blockscale.roofline.overlap import Operation
 
@@ -63,12 +64,12 @@ def dense_table(rows: Sequence[Row]) -> str:
                     times = [f"{each:.3f} p" for each in ms]
                     lines.append([f"{title}, {name} fp16", gpus, *times, "Flux's report"])
             for payload, name in PAYLOADS.items():
-                found = overlap_gain(op, m, n, k, tp=8, machine=overlap_machine(machine), payload=payload)
+                found = predict(machine, 8, Work(op, m, n, k, payload))
                 command = f"`blockscale roofline overlap --op {op} --machine {machine} --payload {payload}`"
                 lines.append([f"{title}, ours {name}", gpus, *_modelled(found), command])
         for payload, name in PAYLOADS.items():
             times = _measured(rows, _dense(op), payload)
-            command = f"`blockscale bench overlap --op {op} --payload {payload}`"
+            command = f"`blockscale bench overlap --op {op} --payload {payload}{method(rows, _dense(op))}`"
             lines.append([f"{title}, ours {name}", MEASURED_ON, *times, command])
     return with_provenance(rows, [_dense(op) for op in OPERATIONS], table(head, lines))
 
@@ -92,20 +93,23 @@ def experts_table(rows: Sequence[Row]) -> str:
             )
             ours: list[str] = []
             for payload in PAYLOADS:
-                found = overlap_gain(
-                    case.op, *case.sizes, tp=case.tp, ep=case.ep, experts=case.experts, topk=case.topk,
-                    machine=overlap_machine(machine), payload=payload,
-                )  # fmt: skip
+                work = Work(case.op, *case.sizes, payload, case.experts, case.topk)
+                found = predict(machine, case.tp * case.ep, work, ep=case.ep)
                 ours += _modelled(found)
             on = "" if machine == "h200" else f" --machine {machine}"
             lines.append([label, gpus, *theirs, *ours, f"`blockscale roofline overlap {options}{on}`"])
         times = [cell for payload in PAYLOADS for cell in _measured(rows, case, payload)]
         if any(cell not in ("-", NOT_MEASURED) for cell in times):
-            command = f"`blockscale bench overlap {options} --payload {','.join(PAYLOADS)}`"
+            command = f"`blockscale bench overlap {options} --payload {','.join(PAYLOADS)}{method(rows, case)}`"
             lines.append([label, MEASURED_ON, "-", "-", *times, command])
     if not any(line[1] == MEASURED_ON for line in lines):
         lines.append(["all", MEASURED_ON, "-", "-", *["-", "-", NOT_MEASURED] * len(PAYLOADS), "-"])
     return with_provenance(rows, cases, table(head, lines))
+
+
+def flux_cases() -> list[Named]:
+    """The dense and the grouped operations of the report."""
+    return [*map(_dense, OPERATIONS), *dict.fromkeys(_case(row) for row in FLUX_ROWS if row.experts > 1)]
 
 
 def _dense(op: Operation) -> Named:
@@ -140,6 +144,12 @@ def _measured(rows: Sequence[Row], case: Named, payload: str) -> list[str]:
         return ["-", "-", NOT_MEASURED]
     total, product = mine[0]
     return [f"{(each or 0.0) / 1e3:.3f}" for each in (product, (total or 0.0) - product, total)]
+
+
+def method(rows: Sequence[Row], case: Named) -> str:
+    """The option of the stored rows of a case, if they were captured."""
+    found = [row for payload in PAYLOADS for row in rows_of(rows, case, payload)[:1]]
+    return " --graph" if found and all(row.case.endswith(" graph") for row in found) else ""
 
 
 def with_provenance(rows: Sequence[Row], cases: Collection[Named], text: str) -> str:

@@ -1,9 +1,9 @@
 """Forward of all experts of a model on eight GPUs, with overlap off and on.
 
 A cell ends in its basis: m, modelled; g, one rank's GEMM measured on one H200 and the link modelled. Measured are the
-grouped GEMM with its rows placed or combined in one launch (off), and the same in chunks with all rows there (on);
-communication, its latency and the slowdown by copies are those of the model. Cells without a mark are measured over
-PCIe.
+grouped GEMM with its rows placed or combined in one launch; how much longer it takes in the chunks that ranks choose
+over NVLink, communication, its latency and the slowdown by copies are those of the model. Cells without a mark are
+measured over PCIe.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from blockscale.bench.overlaps import CHUNKED, ONE, PERMUTED, SERIAL
+from blockscale.bench.overlaps import ONE, PERMUTED, SERIAL
 from blockscale.bench.shapes import OVERLAP_MODELS, OVERLAP_TOKENS, expert_products
 from blockscale.bench.store import Row
 from blockscale.bench.suites.overlap import Named
-from blockscale.distributed.overlap.decision import Work, pays
-from blockscale.roofline import overlap_gain, overlap_machine
+from blockscale.distributed.overlap.decision import Work, pays, predict
 
-from .overlap import LAYERS, MACHINES, MEASURED_ON, NOT_MEASURED, PAYLOADS, rows_of, with_provenance
+from .overlap import LAYERS, MACHINES, MEASURED_ON, NOT_MEASURED, PAYLOADS, method, rows_of, with_provenance
 from .tables import table
 
 TP = 8
@@ -71,7 +70,12 @@ def models_table(rows: Sequence[Row]) -> str:
             lines.append([label, gpus, *cells, f"`{command}`"])
         cells = [cell for payload in PAYLOADS for cell in _over_pcie(rows, model, payload)]
         lines.append(
-            [label, MEASURED_ON, *cells, f"`blockscale bench overlap {option} --payload {','.join(PAYLOADS)}`"]
+            [
+                label,
+                MEASURED_ON,
+                *cells,
+                f"`blockscale bench overlap {option} --payload {','.join(PAYLOADS)}{method(rows, cases_of(model)[0])}`",
+            ]
         )
     cases = [case for model in OVERLAP_MODELS for case in cases_of(model)]
     return with_provenance(rows, cases, table([*head, "command"], lines))
@@ -90,7 +94,7 @@ def cases_of(model: str) -> tuple[Named, Named]:
 def forward(rows: Sequence[Row], model: str, machine: str, payload: str) -> Forward:
     """Times of all layers. Those of an H200 are measured if both layers are stored."""
     cases = cases_of(model)
-    us = [_chunks_of_a_rank(rows, case, payload) if machine == MEASURED else None for case in cases]
+    us = [_contenders(rows, case, payload) if machine == MEASURED else None for case in cases]
     known = [each for each in us if each is not None]
     measured = known if len(known) == len(us) else [None, None]
     found = [_layer(case, machine, payload, each) for case, each in zip(cases, measured, strict=True)]
@@ -103,25 +107,20 @@ def forward(rows: Sequence[Row], model: str, machine: str, payload: str) -> Forw
 def _layer(case: Named, machine: str, payload: str, us: dict[str, float] | None) -> Times:
     """Times of a layer.  us: of the contenders of its row."""
 
-    def predict(product: float | None = None):
-        return overlap_gain(
-            case.op, *case.sizes, tp=case.tp, experts=case.experts, topk=case.topk,
-            machine=overlap_machine(machine), payload=payload, product=product,
-        )  # fmt: skip
-
+    work = Work(case.op, *case.sizes, payload, case.experts, case.topk)
     if us is None:
-        modelled = predict()
+        modelled = predict(machine, TP, work)
         return Times(modelled.product, 0.0, modelled.serial, modelled.overlapped)
-    one, permuted, chunked = (us[name] / 1e6 for name in (ONE, PERMUTED, CHUNKED))
-    off, on = predict(permuted).serial, predict(chunked).overlapped
-    return Times(one, max(0.0, permuted - one), off, on)
+    one, permuted = (us[name] / 1e6 for name in (ONE, PERMUTED))
+    found = predict(machine, TP, work, product=permuted)
+    return Times(one, max(0.0, permuted - one), found.serial, found.overlapped)
 
 
-def _chunks_of_a_rank(rows: Sequence[Row], case: Named, payload: str) -> dict[str, float] | None:
-    """Microseconds of the contenders of the fastest row whose chunks are the rows of one rank, as layers have them."""
+def _contenders(rows: Sequence[Row], case: Named, payload: str) -> dict[str, float] | None:
+    """Microseconds of the contenders of the fastest row."""
     for row in rows_of(rows, case, payload):
         us = {name: cell["us"] for name, cell in row.peers.items() if "us" in cell}
-        if " chunks " not in row.case and {ONE, PERMUTED, CHUNKED} <= {*us}:
+        if {ONE, PERMUTED} <= {*us}:
             return us
     return None
 

@@ -15,7 +15,13 @@ pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="needs Triton's compiler and cuobjdump, and no TRITON_INTERPRET"),
     pytest.mark.slow,
 ]
-KERNELS = ("_permute_rows_kernel", "_combine_rows_kernel", "_combine_dots_kernel", "_clear_rows_kernel")
+KERNELS = (
+    "_permute_rows_kernel",
+    "_combine_rows_kernel",
+    "_combine_dots_kernel",
+    "_clear_rows_kernel",
+    "_place_rows_kernel",
+)
 TOKENS, SLOTS, COLUMNS = 256, 8, 7168
 
 
@@ -31,6 +37,8 @@ def compiled(arch: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[R
             _triton_rows.combine_rows(y, routing.rows, each, x)
         _triton_rows.combine_dots(y, x, routing.rows, weights)
         _triton_rows.clear_rows(y, routing.offs)
+        word = torch.int64 if columns % 4 == 0 else torch.int16  # as `place_rows` of routing.py passes them
+        _triton_rows.place_rows(x.view(word), routing.rows, y.view(word))
     return [report(kernel) for kernel in kernels]
 
 

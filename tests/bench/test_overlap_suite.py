@@ -111,19 +111,19 @@ def rows_times(weight: torch.Tensor) -> tuple[Times, list[int]]:
 def test_groups_of_ranks_share_products(rank: int, groups: tuple[int, ...], gathers: list[int], sums: list[int]):
     runs, rows = 2, 4
     pieces = [[torch.randn(rows, 8)] for _ in range(RANKS)]
-    link, weight = VirtualLink(rank, RANKS, CPU, shards=pieces), torch.randn(8, 5)
+    link, weight = VirtualLink(rank, RANKS, CPU, shards=pieces, groups=groups), torch.randn(8, 5)
     link.poisons = True
     times, calls = rows_times(weight)
     pending = PendingRows.start(None, pieces[rank][0], torch.float32, runs, link)
-    (result,), _, values = pending.multiply([times], None, torch.float32, groups)
+    (result,), _, values = pending.multiply([times], None, torch.float32)
     assert values is not None
     whole = torch.stack([each[0].view(runs, -1, 8) for each in pieces], 1).view(-1, 8)
     assert torch.equal(values, whole)
     assert calls == gathers
     torch.testing.assert_close(result, whole @ weight)
     times, calls = rows_times(weight)
-    link = ReadyLink(rank, RANKS)
-    made = sum_of_products(link, Tokens(runs, rows // runs), times, None, whole, torch.float32, groups[::-1])
+    link = ReadyLink(rank, RANKS, groups=groups)
+    made = sum_of_products(link, Tokens(runs, rows // runs), times, None, whole, torch.float32)
     assert sorted(calls) == sorted(sums)
     assert made.wait().shape == (rows, 5)
     for owner, part in made.summation.parts.items():  # pyright: ignore[reportAttributeAccessIssue]
@@ -142,7 +142,8 @@ def test_right_operations_pass(op: str, payload: str, rank: int, groups: tuple[i
     assert (verdict.wrong_bytes, verdict.problem) == (0, "")
     assert verdict.sqnr_db is not None
     assert verdict.sqnr_db > 54
-    assert [*verdict.details] == ["values_unlike_one_launch"]
+    assert verdict.details["chunks"] == (len(groups) or RANKS)
+    assert verdict.details.keys() == {"values_unlike_one_launch", "chunks"}
 
 
 def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:

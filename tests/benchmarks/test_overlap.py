@@ -144,7 +144,7 @@ def test_a_stored_product_takes_the_place_of_the_modelled_one() -> None:
     off, longer = (float(cells[2].removesuffix(" g")) for cells in (once, twice))
     assert longer - off == pytest.approx(32 * 2 * 1.1, abs=0.1), "two layers of 32, rows placed"
     on, longer = (float(cells[3].removesuffix(" g")) for cells in (once, twice))
-    assert longer - on == pytest.approx(32 * 2 * 1.3 * 1.08, rel=0.1), "chunks, slower beside copies"
+    assert longer - on == pytest.approx(32 * 2 * 1.1 * 1.08 * 1.2, rel=0.15), "chunks, slower beside copies"
     assert once[5] == modelled[5], "auto decides before anything is measured"
     for machine in ("l20", "h800"):
         assert cells_of(of_model(), overlap.MACHINES[machine]) == cells_of([], overlap.MACHINES[machine])
@@ -153,11 +153,9 @@ def test_a_stored_product_takes_the_place_of_the_modelled_one() -> None:
     assert "Measured" not in overlap.experts_table(of_model()), "rows of the other table"
 
 
-@pytest.mark.parametrize(
-    "rows", [of_model(layers=1), of_model(groups=(1, 3, 4)), of_model(m=4096), of_model("mxfp8")], ids=len
-)
+@pytest.mark.parametrize("rows", [of_model(layers=1), of_model(m=4096), of_model("mxfp8")], ids=len)
 def test_other_rows_leave_the_model_as_it_is(rows: list[store.Row]) -> None:
-    """One layer of two, chunks of several ranks, other sizes, another payload."""
+    """One layer of two, other sizes, another payload."""
     eight = overlap.MACHINES["h200"]
     assert cells_of(rows, eight) == cells_of([], eight)
 

@@ -24,7 +24,16 @@ pytest.importorskip("tyro", reason="the command line needs tyro, which is not in
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
 
 # required words of each command, so that only the option can be wrong
-NEEDS = {"explain": ["gemm"], "train": ["tiny"], "compare": ["tiny"], "speed": ["tiny"], "advise": ["."]}
+NEEDS = {
+    "explain": ["gemm"],
+    "train": ["tiny"],
+    "compare": ["tiny"],
+    "speed": ["tiny"],
+    "advise": ["."],
+    "inspect": ["."],
+    "convert-checkpoint": [".", "new"],
+    "export": [".", "new"],
+}
 # a misspelt option of each command
 MISSPELT = {
     "doctor": ("--worker", "--workers"),
@@ -37,6 +46,9 @@ MISSPELT = {
     "speed": ("--timeds", "--timed"),
     "advise": ("--gradient-budge", "--gradient-budget"),
     "roofline": ("--recipe", "--recipes"),
+    "inspect": ("--layot", "--layout"),
+    "convert-checkpoint": ("--formt", "--format"),
+    "export": ("--formt", "--format"),
 }
 
 
@@ -45,7 +57,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[object, ...], d
     """Arguments of commands, which stop where their work begins: the options were accepted."""
     found: list[tuple[tuple[object, ...], dict[str, object]]] = []
     for command in (*COMMANDS, "bench_overlap"):
-        module = importlib.import_module(f"blockscale.cli.{command}")
+        module = importlib.import_module(f"blockscale.cli.{command.replace('-', '_')}")
         later = functools.wraps(module.run)(lambda *given, **named: found.append((given, named)) or 0)
         monkeypatch.setattr(module, "run", later)
     return found
@@ -127,7 +139,7 @@ def test_a_stray_word_is_refused(command: str, capsys: pytest.CaptureFixture[str
             "'125m' belongs to no option. Rule: the preset is the first word",
             "write it first: blockscale train 125m.",
         ),
-        (["--version", "--bogus"], "unknown command '--version'.", "pick a command from that list"),
+        (["--bogus", "--version"], "unknown command '--bogus'.", "pick a command from that list"),
         (["train", "tiny", "steps=5"], "'steps=5' belongs to no option.", "did you mean --steps 5?"),
         (["train", "tiny", "-steps", "5"], "'-steps' belongs to no option.", "did you mean --steps 5?"),
         (["train", "tiny", "resume"], "'resume' belongs to no option.", "did you mean --resume?"),
@@ -245,7 +257,7 @@ def test_every_option_that_help_lists_reaches_the_command(
     """Each option parses with a valid value, and help lists each."""
     from blockscale.cli.options import options_of, short_options
 
-    module = importlib.import_module(f"blockscale.cli.{command}")
+    module = importlib.import_module(f"blockscale.cli.{command.replace('-', '_')}")
     preset = get_preset("tiny")
     declared = preset if command == "train" else module.Options.of(preset) if hasattr(module, "Options") else module.run
     found, options = listed(command, capsys), options_of(declared)

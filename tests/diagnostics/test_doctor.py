@@ -100,7 +100,7 @@ def test_it_covers_everything(sound):
         some = importlib.import_module("blockscale.diagnostics.selfcheck").FUSED_FORMATS
         fused = {"swiglu", "swiglu_backward", "rmsnorm", "permute"} if name in some else set()
         assert checked >= {"cast", "gemm"} | fused
-    moves = {"permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes"}
+    moves = {"permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows", "transpose_codes"}
     assert {operation for operation, form in cells if form == "any"} == moves
     assert {check.name.split(",")[0] for check in report.checks if check.name.endswith(", any")} == moves
     assert everywhere | one_d | moves == set(registry.operations()), "an operation without a check"

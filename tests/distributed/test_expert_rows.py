@@ -11,6 +11,7 @@ import torch
 import blockscale as bs
 from blockscale.bench.virtual_link import ReadyLink, ReadyParts
 from blockscale.distributed.collectives import Ranks, Tokens
+from blockscale.distributed.overlap.chunks import Part
 from blockscale.distributed.overlap.expert_ops import messages_of, multiply_arrivals, sum_combined
 from blockscale.distributed.overlap.expert_rows import ExpertRows, PlacedRows, RowsOfTokens, multiply_rows
 from blockscale.distributed.overlap.expert_sharing import ExpertSharing
@@ -129,8 +130,8 @@ def test_groups_of_ranks_have_the_bits_of_all_rows(name: str, rank: int, format:
     x, weight = (torch.randint(-3, 4, shape).bfloat16() for shape in ((count, 72), (experts, 48, 72)))
     a, w = (x, weight) if format is None else (quantize(x, format), quantize(weight, format))
     for groups in ((), (1, ranks - 1), (ranks,)):
-        link = ReadyLink(rank, ranks, [messages_of(a)])
-        sharing = ExpertSharing(Ranks("", rank, ranks), tokens, range(experts), link, groups)
+        link = ReadyLink(rank, ranks, [messages_of(a)], groups)
+        sharing = ExpertSharing(Ranks("", rank, ranks), tokens, range(experts), link)
         (y,), placed = multiply_arrivals(sharing.gather(messages_of(a)), rows, a, [w], [None], torch.bfloat16)
         (whole,), all_placed = multiply_arrivals(Together(messages_of(a)), rows, a, [w], [None], torch.bfloat16)
         assert torch.equal(y, whole)
@@ -153,7 +154,7 @@ class Together(NamedTuple):
 
     whole: torch.Tensor
 
-    def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
+    def arrivals(self, rows: ExpertRows, of: Part) -> Iterator[RowsOfTokens]:
         yield rows.all()
 
     def values(self) -> torch.Tensor:

@@ -26,6 +26,7 @@ if not torch.distributed.is_available():
 
 from blockscale.distributed.overlap import link as link_module
 from blockscale.distributed.overlap.link import Gathering, Link, Summation
+from blockscale.distributed.overlap.transport import BETWEEN_GRAPHS, IN_GRAPHS
 from support.simulated_streams import AllStreamsWaitError, Arena, CountedArena, Event, Gpu, Graph, Node
 
 FIRST = 2**31 - 5
@@ -65,7 +66,12 @@ class Program:
             getattr(self, kind)(number, shape)
 
     def graph(self, number: int, shape: tuple[int, int]) -> None:
-        """One to three calls of a graph that is captured here."""
+        """One to three calls of a graph that is captured here, and run once."""
+        # a graph cannot wait for calls from before its capture
+        if self.link._untaken:
+            self.gather(number, shape)
+        if self.link._open is not None:
+            self.sum(number, shape)
 
         def host() -> None:
             for call in range(1 + number % 3):
@@ -169,6 +175,14 @@ class Program:
     def sum_around_a_gather(self, number: int, shape: tuple[int, int]) -> None:
         self.sum(number, shape, lambda: self.gather(number + 7, shape))
 
+    def taken_after_a_replay(self, number: int, shape: tuple[int, int]) -> None:
+        first = self._start(number, shape)
+        self.replay(number, shape)
+        self._take(first, number, shape)
+
+    def sum_around_a_replay(self, number: int, shape: tuple[int, int]) -> None:
+        self.sum(number, shape, lambda: self.replay(number, shape))
+
     def other_stream(self, number: int, shape: tuple[int, int]) -> None:
         """Later calls are on the other of two main streams."""
         self.gpu.current = self.gpu.mains[self.gpu.current is self.gpu.mains[0]]
@@ -176,7 +190,10 @@ class Program:
 
 CAPTURED = ("gather", "sum", "sum_around_a_gather", "two_gathers", "taken_late")
 KINDS = (*CAPTURED, "abandoned_gather", "given_up", "given_up_early", "other_stream")
-WITH_GRAPHS = (*CAPTURED, "other_stream", "graph", *("replay",) * 4)
+GRAPHS = ("graph", *("replay",) * 4)
+LATE_ROWS = ("abandoned_gather", "taken_after_a_replay")
+LATE_PARTS = ("given_up", "given_up_early", "sum_around_a_replay")
+WITH_GRAPHS = (*CAPTURED, *LATE_ROWS, *LATE_PARTS, "other_stream", *GRAPHS)
 
 
 def wrong_values(seed: int, kinds: Sequence[str] = KINDS) -> int:
@@ -197,7 +214,7 @@ def test_values_do_not_depend_on_the_order_of_streams():
 
 @pytest.mark.slow
 def test_values_of_graphs_do_not_depend_on_the_order_of_streams():
-    """Graphs of one call or several, replayed between other calls."""
+    """Graphs of one call or several, replayed between other calls and while work of these still runs."""
     seeds = range(1000 if "ALL_TESTS" in os.environ else 8)
     assert [seed for seed in seeds if wrong_values(seed, WITH_GRAPHS)] == []
 
@@ -212,9 +229,19 @@ def gather_at_once(self: Link, pieces: Any, runs: int = 1) -> Gathering:
 
 def enter_without_meeting(self: Gpu, arena: Any) -> Any:
     """Calls between replays do not meet."""
+    self.meets |= self.capturing
     if self.capturing:
         arena.meet()
-    return CountedArena(arena) if self.capturing else arena
+        return CountedArena(arena), IN_GRAPHS
+    return arena, BETWEEN_GRAPHS if self.meets else None
+
+
+ENTER = Gpu.enter
+
+
+def enter_with_alternating_slots(self: Gpu, arena: Any) -> Any:
+    """Calls of graphs and other calls share both slots."""
+    return ENTER(self, arena)[0], None
 
 
 def run_at_once(self: Gpu, copy: Callable[[], None], uses: Any = ()) -> Event:
@@ -241,15 +268,24 @@ WITHOUT: dict[str, tuple[Any, str, Any]] = {
 WITHOUT_IN_GRAPHS: dict[str, tuple[Any, str, Any]] = {
     "the meeting of ranks in a graph": (Arena, "have_met", lambda self: True),
     "the meeting of ranks after a graph": (Gpu, "enter", enter_without_meeting),
-    "a number that the GPU counts": (Gpu, "enter", lambda self, arena: arena),
+    "a number that the GPU counts": (Gpu, "enter", lambda self, arena: (arena, None)),
+    "a slot of graphs beside rows that are pulled late": (Gpu, "enter", enter_with_alternating_slots),
+    "a slot of graphs beside parts that are sent late": (Gpu, "enter", enter_with_alternating_slots),
     "the wait for rows to be staged in a graph": (Gathering, "_wait_staged", lambda self, rank: None),
     "the wait for a part in a graph": (Summation, "_wait_arrived", lambda self, rank: None),
 }
 
 
+# graphs, where a removal is to be seen beside one kind of late work alone
+BESIDE = {
+    "a slot of graphs beside rows that are pulled late": (*LATE_ROWS, *GRAPHS),
+    "a slot of graphs beside parts that are sent late": (*LATE_PARTS, *GRAPHS),
+}
+
+
 @pytest.mark.parametrize("name", [*WITHOUT, *WITHOUT_IN_GRAPHS])
 def test_what_cannot_be_left_out(name: str):
-    kinds = KINDS if name in WITHOUT else WITH_GRAPHS
+    kinds = KINDS if name in WITHOUT else BESIDE.get(name, WITH_GRAPHS)
 
     def is_wrong(seed: int) -> bool:
         try:

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python tests/grouped/interpreted_rows.py
 
-Prints `cases values mismatches`. Permute and combine are compared bitwise, dot products within fp32 rounding.
+Prints `cases values mismatches`. All but dot products are compared bitwise, those within fp32 rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import blockscale as bs
 from blockscale.grouped import routing as moves
 
 SIZES = [(1, 1, 1), (5, 17, 2), (33, 264, 3), (7, 1500, 8)]
-OPERATIONS = ("permute_rows", "combine_rows", "combine_dots", "clear_rows")
+OPERATIONS = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows")
 
 
 def comparisons() -> Iterator[tuple[int, int]]:
@@ -38,7 +38,12 @@ def comparisons() -> Iterator[tuple[int, int]]:
                     combined = moves.combine_rows(y, routing.rows, gate_weights)
                     cleared = y.clone()
                     moves.clear_rows(cleared, routing.offs // 2)
-                    found.append([permuted, combined, cleared, moves.combine_dots(y, x, routing.rows)])
+                    wide = torch.zeros(tokens * k, 2 * columns, dtype=dtype, device=where)
+                    placed, turned = wide[:, columns:], torch.zeros(columns, tokens * k, dtype=dtype, device=where).mT
+                    moves.place_rows(x, routing.rows, placed)
+                    moves.place_rows(y.view(tokens, k, columns), routing.rows, turned)
+                    results = [permuted, combined, cleared, wide, turned.contiguous()]
+                    found.append([*results, moves.combine_dots(y, x, routing.rows)])
             *bits, dots = zip(*found, strict=True)
             for got, want in bits:
                 words = [each.view(torch.int16 if dtype.itemsize == 2 else torch.int32) for each in (got, want)]

@@ -190,7 +190,7 @@ def test_a_mixture_of_experts_trains(default: Default, recipe: str):
     kinds = {"BlockScaledLinear": 7, "BlockScaledExperts": 1, "Linear": 2, "RoutedExperts": 1}
     assert found["kinds"] == kinds
     assert found["state"] == twin["state"]
-    assert_close(found["losses"], twin["losses"], 4e-3)
+    assert_close(found["losses"], twin["losses"], 1.2e-3)
     assert found["losses"][1] < found["losses"][0]
 
 

@@ -171,12 +171,12 @@ def two_streams() -> int:
     return sum(map(int, wrong))
 
 
-def late(method: str, kind: Any, seconds: float = 0.3) -> Any:
-    """The first rank is late at one place of a call."""
+def late(method: str, kind: Any, seconds: float = 0.3, *, of_all: bool = False) -> Any:
+    """The first rank, or each of them, is late at one place of a call."""
     real = getattr(kind, method)
 
     def delayed(self: Any, *args: Any) -> Any:
-        if dist.get_rank() == 0:
+        if of_all or dist.get_rank() == 0:
             pause(seconds)
         return real(self, *args)
 
@@ -238,6 +238,56 @@ def without(name: str) -> dict[str, int]:
         wrong = torch.tensor(sum(map(int, found_wrong)))
         dist.all_reduce(wrong)
         found[label] = int(wrong)
+    return found
+
+
+def replayed() -> dict[str, list[int]]:
+    """Wrong values around replays while copies from before still run, and the same without a slot of graphs: of gathers
+    whose rows are pulled late, of graphs beside late parts of a sum that was broken off, and of all other calls."""
+    from blockscale.distributed.overlap.cuda import CudaTransport  # imports Triton
+
+    enter, found = CudaTransport.enter, dict[str, list[int]]()
+    for label in ("with", "without"):
+        link, graph = new_link(), torch.cuda.CUDAGraph()
+        for call, rank, to in itertools.product((1, 2, 3, 4, 5, 40), range(link.ranks), range(link.ranks)):
+            rows_of(call, rank, to)  # values come from the host
+        wrong_rows, wrong_parts, wrong = (torch.zeros((), dtype=torch.int64, device=device()) for _ in range(3))
+        pause(1e-6)  # loads
+        for kind in ("gather", "sum"):  # graphs keep the memory that they were captured with when it grows
+            link.arena(kind, 1 << 20, 1)
+        wrong += gathered(link, 40) + summed(link, 40)
+        shared = patch.object(CudaTransport, "enter", lambda self, arena: (enter(self, arena)[0], None))
+        with shared if label == "without" else nullcontext():
+            # the owner of a part reads it long after it came
+            with torch.cuda.graph(graph), late("finish", Summation, 0.5, of_all=True):
+                inside = gathered(link, 40) + summed(link, 40)
+            for call in range(1, 5):
+                settle()
+                dist.barrier()
+                with late("_pull", Gathering, 0.2, of_all=True):
+                    gathering = link.gather([rows_of(call, link.rank)])
+                graph.replay()
+                wrong += inside
+                for source in gathering.arrivals():
+                    (span,) = gathering.spans(source)
+                    wrong_rows += (gathering.whole[0][span] != rows_of(call, source)).sum()
+                settle()
+                dist.barrier()
+                rows, columns = rows_of(call, 0).shape
+                total = link.sum((rows, columns), torch.bfloat16)
+                with late("_store", Summation, 0.2, of_all=True):
+                    for owner in total.destinations():
+                        total.push(owner, rows_of(call, link.rank, owner))
+                graph.replay()
+                wrong_parts += inside
+                for _ in range(1 + call % 2):  # so that a sum that is broken off has either slot
+                    wrong += summed(link, call + 1)
+            settle()
+            dist.barrier()
+        link.check()
+        of_ranks = torch.stack([wrong_rows, wrong_parts, wrong]).cpu()
+        dist.all_reduce(of_ranks)
+        found[label] = of_ranks.tolist()
     return found
 
 
@@ -334,7 +384,15 @@ def lose_a_rank(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
     link = new_link()
+    for kind in ("gather", "sum"):  # growing meets the other rank
+        link.arena(kind, 1 << 20, 1)
     wrong = int(sum(gathered(link, call) + summed(link, call) for call in range(3)))
+    for source in range(2):  # values come from the host, and kernels are loaded, with syncs
+        rows_of(3, source)
+    total = link.sum((4, 4), torch.float32)
+    for owner in total.destinations():
+        total.push(owner, torch.ones(4, 4, device=device()))
+    wrong += int((total.finish() != 2).sum())
     settle()
     dist.barrier()
     if rank:
@@ -351,6 +409,7 @@ def lose_a_rank(rank: int, folder: str) -> None:
         link.check()
 
     said, seconds = said_by({"lost": lost}), time.monotonic() - start
+    said |= said_by({"more memory": lambda: new_link().arena("gather", 1, 1)})
     is_nan = [bool(each.isnan().all()) for each in sums]
     if device().type == "cuda":  # a wait that failed closes the link
         said |= said_by({"sum": lambda: link.sum((1, 1), torch.float32), "gather": lambda: gathered(link, 4)})
@@ -366,6 +425,8 @@ def cases(ranks: int) -> Iterator[Case]:
     yield "broken off", broken_off
     if on_gpu:
         yield "two streams", two_streams
+        if ranks == 2:
+            yield "replayed", replayed
     if ranks == 2:
         yield "failing copy", failing_copy
         yield "kept sums", kept_sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ def run_cases(
     """Write {case: what it found, or its error} to `rank.json`. A case that fails does not stop the others, for which
     the other ranks would wait.  only: parts of names of cases; all of them without one.  SHOW=1 prints them with
     their CPU seconds."""
+    faulthandler.enable()  # a crash in a library tells where its threads are
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)

@@ -19,6 +19,8 @@ from blockscale.distributed.overlap.arena import (
     wrapped,
 )
 from blockscale.distributed.overlap.signals import INTERPRETED, OTHER_CALL, TIMED_OUT, Failure, Fault, Flags
+from blockscale.distributed.overlap.sums import sum_parts
+from blockscale.distributed.overlap.transport import add_parts
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DIGEST = 0x7FFFFFFF
@@ -59,6 +61,7 @@ def waits_until_a_signal() -> bool:
     if DEVICE.type == "cuda":
         first, beside = flags(memory, 0)[0], torch.cuda.Stream()
         first.signal([0], 1, 0)  # compiles
+        torch.cuda._sleep(1)  # loads: a kernel that is loaded waits for those that run
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         with torch.cuda.stream(beside):
@@ -122,6 +125,35 @@ def counted() -> dict[str, bool]:
     return found
 
 
+def sums() -> dict[str, bool]:
+    """Whether sums on a GPU have the bits of those on the host, and are NaN after a failure."""
+    found: dict[str, bool] = {}
+    _, fault = flags(headers(2), 0)
+    for ranks, shape, dtype in (
+        (2, (3, 5), torch.bfloat16),
+        (3, (33, 64), torch.float16),
+        (8, (7, 200), torch.float32),
+    ):
+        parts = torch.randn(ranks, *shape, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+        parts[:, 0, 0], parts[1, 1, 1], parts[-1, 2, 2] = -0.0, float("inf"), float("nan")
+        own = torch.randn(shape).to(dtype)
+        want = add_parts(parts, own, ranks - 2)
+        parts[ranks - 2] = 1e4  # is not read
+        got = sum_parts(parts.to(DEVICE), own.to(DEVICE), ranks - 2, fault.poison).cpu()
+        found[f"a sum of {ranks}"] = torch.equal(bits_of(got), bits_of(want))
+        fault.poison.fill_(float("nan"))
+        found[f"a poisoned sum of {ranks}"] = bool(
+            sum_parts(parts.to(DEVICE), got.to(DEVICE), 0, fault.poison).isnan().all()
+        )
+        fault.poison.fill_(-0.0)
+    return found
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """Values as integers; all NaN are one."""
+    return values.float().nan_to_num(nan=12345.0, posinf=float("inf"), neginf=float("-inf")).view(torch.int32)
+
+
 def checks() -> dict[str, bool]:
     """Whether each property holds."""
     found = {
@@ -170,4 +202,4 @@ def checks() -> dict[str, bool]:
     second.wait(257, 2**31 + 5, 0)
     found["a timeout"] = failure(fault) == Failure(TIMED_OUT, 257, 2**31 + 5)
     found["in time"] = INTERPRETED or 0.015 < time.monotonic() - begin < 1
-    return found | counted()
+    return found | counted() | sums()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockscale.distributed.overlap.arena import ANY, SLOTS, wrapped
+from blockscale.distributed.overlap.transport import BETWEEN_GRAPHS, IN_GRAPHS, add_parts
 
 _aten = torch.ops.aten
 
@@ -191,7 +192,7 @@ class Gpu(TorchDispatchMode):
         self.node, self.rank = node, rank
         self.mains, self.copies = [node.stream(), node.stream()], node.stream()
         self.current = self._last = self.mains[0]
-        self.side, self.poison = self, torch.tensor(-0.0)
+        self.side = self
         self.capturing = self.meets = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,14 +220,18 @@ class Gpu(TorchDispatchMode):
             Event(self._last).hold(self.current)
         self._last = self.current
 
+    def sum_parts(self, parts: Tensor, own: Tensor, rank: int) -> Tensor:
+        return add_parts(parts, own, rank)
+
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def enter(self, arena: Arena) -> Any:
+    def enter(self, arena: Arena) -> tuple[Any, int | None]:
         self.meets |= self.capturing
-        if self.meets:
-            arena.meet()
-        return CountedArena(arena) if self.capturing else arena
+        if not self.meets:
+            return arena, None
+        arena.meet()
+        return (CountedArena(arena), IN_GRAPHS) if self.capturing else (arena, BETWEEN_GRAPHS)
 
     def capture(self, host: Callable[[], None]) -> Graph:
         """The graph of what the host enqueues on the current stream."""

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -50,23 +51,24 @@ def train(
     block: int = 0,
     blocks: int = 1,
     counted: bool = False,
+    parse: Callable[..., Any] | None = None,
     edit: Any = None,
     prepare: Any = None,
     logged: Any = None,
 ) -> dict[str, Any]:
     """One run by torchtitan's own trainer, of some blocks of a model: losses, kinds of layers, counts of operators.
 
-    edit: called with the config.  prepare: with the trainer.  logged: after each step.
+    parse: makes the config of a command line.  edit: called with the config.  prepare: with the trainer.  logged: after
+    each step.
     """
     import torchtitan.trainer
-    from torchtitan.config.manager import ConfigManager
 
     torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     titan_cpu.one_rank()
     if dist.is_initialized():  # one group of ranks for all runs
         dist.init_process_group = lambda *args, **named: None
     start = time.perf_counter()
-    config = ConfigManager().parse_args(titan_cpu.arguments(*given))
+    config = (parse or titan_cpu.parsed)(*given)
     if edit is not None:
         edit(config)
     config.model_spec.model.layers[:] = config.model_spec.model.layers[block : block + blocks]
@@ -137,16 +139,26 @@ def small(config: Any) -> None:
     router.top_k = routed.token_dispatcher.top_k = 2
 
 
+def smaller(config: Any) -> None:
+    """And four heads of sixteen, whose weights are most of what is cast."""
+    small(config)
+    attention = config.model_spec.model.layers[1].attention
+    attention.n_heads //= 4
+    attention.wq.out_features //= 4
+    attention.wkv_b.out_features //= 4
+    attention.wo.in_features //= 4
+
+
 def experts() -> dict[str, Any]:
     """The second block is the first with experts."""
     imports = (f'{OVERRIDES}.linear={{"recipe": "mxfp8"}}', f'{OVERRIDES}.experts={{"recipe": "mxfp8"}}')
     steps = ("--training.steps", "2")
     found = {
-        recipe: train("--config", f"deepseek_v3_debug_{recipe}", *steps, block=1, edit=small)
+        recipe: train("--config", f"deepseek_v3_debug_{recipe}", *steps, block=1, edit=smaller)
         for recipe in ("bf16", "fp8_blockwise", "mxfp8")
     }
     found["override"] = train(
-        "--config", "deepseek_v3_debug_bf16", *steps, "--override.imports", *imports, block=1, edit=small
+        "--config", "deepseek_v3_debug_bf16", *steps, "--override.imports", *imports, block=1, edit=smaller
     )
     return found
 

@@ -13,7 +13,9 @@ torchtitan, which looks for its device when it is imported.
 
 from __future__ import annotations
 
+import ast
 import atexit
+import copy
 import functools
 import json
 import os
@@ -133,6 +135,39 @@ def arguments(*given: str) -> list[str]:
     line = ["--hf-assets-path", str(root / "tokenizer"), "--dataloader.dataset-path", str(root / "text")]
     line += ["--dump-folder", str(root / "out"), *SIZES]
     return [*(() if "--module" in given else ("--module", MODULE)), *line, *given]
+
+
+def parsed(*given: str) -> Any:
+    """The config of a command line."""
+    from torchtitan.config.manager import ConfigManager
+
+    return ConfigManager().parse_args(arguments(*given))
+
+
+@functools.cache
+def _named(*given: str) -> Any:
+    return parsed(*given)
+
+
+def quickly_parsed(option: str, name: str, *given: str) -> Any:
+    """`parsed`, which takes as long as a step: the named config is parsed once, and the other options are set."""
+    config = copy.deepcopy(_named(option, name))
+    for word, value in zip(given, [*given, "--"][1:], strict=True):
+        if not word.startswith("--"):
+            continue
+        path, _, last = word.removeprefix("--").replace("-", "_").rpartition(".")
+        holder, on = functools.reduce(getattr, path.split("."), config), not last.startswith("no_")
+        last = last.removeprefix("no_")
+        getattr(holder, last)  # an option that does not exist is an error here too
+        setattr(holder, last, on if value.startswith("--") else _value(value))
+    return config
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
 
 
 def one_rank() -> None:

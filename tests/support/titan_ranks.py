@@ -131,6 +131,7 @@ class Run:
                 *("--config", config, *LINE, *line),
                 block=block,
                 blocks=blocks,
+                parse=titan_cpu.quickly_parsed,
                 edit=edit,
                 prepare=self._prepare,
                 logged=self._logged,
@@ -326,12 +327,11 @@ def gathers() -> dict[str, Any]:
 
 
 def dispatchers() -> dict[str, Any]:
-    """Our dispatchers beside torchtitan's."""
-    line, found = (*SHARDED, *EXPERTS, BATCH, "1"), {}
+    """Our dispatchers beside torchtitan's. A step, since they keep nothing for the next."""
+    line, found = (*SHARDED, *EXPERTS, *ONE_STEP, BATCH, "1"), {}
     theirs = Run(MOE, *line, edit=small_with())
     for name, dispatch in {"bf16": "bf16", "low": "low", "fixed": fixed_capacity}.items():
-        steps = ONE_STEP if callable(dispatch) else ()
-        ours = Run(MOE, *line, *steps, edit=small_with(dispatch=dispatch))
+        ours = Run(MOE, *line, edit=small_with(dispatch=dispatch))
         wire = [each.wire["all_to_all_single"] for each in (ours, theirs)]
         found[f"dispatch {name}"] = ours.like(theirs) | {"wire": wire, "kinds": ours.kinds}
     return found
@@ -440,12 +440,12 @@ def run_rank(rank: int, ranks: int, group: str, port: int) -> None:
 
 def main(groups: list[str]) -> None:
     import torchtitan.trainer  # noqa: F401
-    from torchtitan.config.manager import ConfigManager
 
     from blockscale.integrations.torchtitan import config_registry  # noqa: F401
 
     titan_cpu.patch_torchtitan()
-    ConfigManager().parse_args(titan_cpu.arguments("--config", LLAMA))  # ranks inherit what parsing imports and caches
+    for config in (LLAMA, MOE):
+        titan_cpu.quickly_parsed("--config", config)  # ranks inherit what parsing imports and caches
     for group in groups:
         ranks = RANKS[group]
         with socket.socket() as probe:

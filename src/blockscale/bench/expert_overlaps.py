@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.collectives import Ranks, Tokens
+from ..distributed.overlap.chunks import Part
 from ..distributed.overlap.expert_ops import (
     grouped_product,
     messages_of,
@@ -44,9 +45,10 @@ from .overlaps import (
     links_of,
     piece_of,
     row_operand,
+    sum_links,
     weight_operand,
 )
-from .virtual_link import ReadyLink, VirtualLink, on_host
+from .virtual_link import on_host
 
 
 class TogetherTokens(ArrivingTokens):
@@ -54,7 +56,7 @@ class TogetherTokens(ArrivingTokens):
 
     __slots__ = ()
 
-    def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
+    def arrivals(self, rows: ExpertRows, of: Part) -> Iterator[RowsOfTokens]:
         for _ in self.gathering.arrivals():
             pass
         yield rows.all()
@@ -95,7 +97,7 @@ class _ExpertShare(Share):
         """How this rank shares the experts.  link: a virtual one."""
         rows = self.expert_rows
         ranks = Ranks("", self.link.rank, self.link.ranks)
-        return ExpertSharing(ranks, rows.tokens, range(rows.routing.experts), link, self.groups)
+        return ExpertSharing(ranks, rows.tokens, range(rows.routing.experts), link)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,7 +107,7 @@ class GatheredExpertsShare(_ExpertShare, GatherShare):
     @functools.cached_property
     def placed(self) -> Operand:
         """The rows of all tokens by expert, with scales in the product's layout."""
-        rows, weight = self._multiply(TogetherTokens(self.gather(self.ready)))[1], self.weight
+        rows, weight = self._multiply(TogetherTokens(self.ready, self.gather(self.ready)))[1], self.weight
         if isinstance(rows, BlockScaled) and isinstance(weight, BlockScaled):
             layout, _ = wanted_layouts("m_grouped", rows.format, weight.format, rows.device)
             return rows.with_layout(layout or rows.scale_layout)
@@ -125,10 +127,10 @@ class GatheredExpertsShare(_ExpertShare, GatherShare):
         return Gathered(result, [tokens.values(), *placed])
 
     def permuted(self) -> Tensor:
-        return self._multiply(TogetherTokens(self.gather(self.ready)))[0]
+        return self._multiply(TogetherTokens(self.ready, self.gather(self.ready)))[0]
 
     def serial(self) -> Tensor:
-        return self._multiply(TogetherTokens(self.gather(self.link)))[0]
+        return self._multiply(TogetherTokens(self.link, self.gather(self.link)))[0]
 
     def exact(self, some: Tensor) -> Tensor:
         return exact_expert_rows(self.rows, self.weight, self.expert_rows.routing.offs, some)
@@ -178,9 +180,9 @@ def gathered_experts(
     x = row_operand(payload, random((m, k), device))
     x = x if isinstance(x, Tensor) else x.with_layout("plain")
     count = rows.ranks
-    link, ready = links_of([[messages_of(piece_of(x, each, count))] for each in range(count)], rank, device)
+    link, ready = links_of([[messages_of(piece_of(x, each, count))] for each in range(count)], rank, groups, device)
     weight = weight_operand(payload, (rows.routing.experts, n, k), device)
-    return GatheredExpertsShare(link, ready, x, weight, tuple(groups), expert_rows=rows)
+    return GatheredExpertsShare(link, ready, x, weight, expert_rows=rows)
 
 
 def summed_experts(
@@ -191,9 +193,9 @@ def summed_experts(
     rows, gates = route_tokens(m, experts, topk, ranks, rank, device)
     x = row_operand(payload, random((m * topk, k), device), Routing(rows.routing.offs))
     parts = on_host(random((rows.ranks, m // rows.ranks, n), device), device)
-    link, ready = VirtualLink(rank, rows.ranks, device, parts=parts), ReadyLink(rank, rows.ranks)
+    link, ready = sum_links(parts, rank, groups, device)
     weight = weight_operand(payload, (rows.routing.experts, n, k), device)
-    return SummedExpertsShare(link, ready, x, weight, tuple(groups), expert_rows=rows, gate_weights=gates)
+    return SummedExpertsShare(link, ready, x, weight, expert_rows=rows, gate_weights=gates)
 
 
 def route_tokens(

@@ -68,14 +68,12 @@ class Share(ABC):
     """One rank's share of an operation.
 
     x: rows [M, K of this rank], bf16 or with scales in the product's layout.  weight: [N of this rank, K].
-    groups: numbers of ranks whose rows share a chunk, in the order of the exchange; after them one by one.
     """
 
     link: VirtualLink
     ready: ReadyLink
     x: Operand
     weight: Operand
-    groups: tuple[int, ...] = ()
 
     @functools.cached_property
     def times(self) -> Times:
@@ -154,7 +152,8 @@ class Share(ABC):
         gate = gate_db("", DTYPE)
         problem = "" if db >= gate else f"the product is {db:.1f} dB from the exact one, less than {gate:.0f}"
         unlike = float((chunks != whole).sum())
-        return Verdict(wrong, how, problem, db if db == db else None, {"values_unlike_one_launch": unlike})
+        details = {"values_unlike_one_launch": unlike, "chunks": float(self.ready.products)}
+        return Verdict(wrong, how, problem, db if db == db else None, details)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +172,7 @@ class GatherShare(Share):
     def multiply(self, link: RowsLink) -> Gathered:
         """Gather and multiply."""
         pending = self._begin(link)
-        (result,), *_ = pending.multiply([self.times], self._layout, DTYPE, self.groups)
+        (result,), *_ = pending.multiply([self.times], self._layout, DTYPE)
         return Gathered(result, pending.gathering.whole)
 
     def overlapped(self) -> Tensor:
@@ -193,8 +192,7 @@ class GatherShare(Share):
         return lambda: list(arrivals)
 
     def with_weight(self, weight: Operand) -> GatherShare:
-        ready = ReadyLink(self.ready.rank, self.ready.ranks, [each.clone() for each in self.ready.whole])
-        return replace(self, ready=ready, weight=weight)
+        return replace(self, ready=self.ready.copy(), weight=weight)
 
     def wrong_bytes(self) -> int:
         poison(self.multiply(self.link))
@@ -254,7 +252,7 @@ class SumShare(Share):
     def begin(self, link: RowsLink) -> PendingSummation:
         """Make the parts of all rows, and start to send them."""
         tokens = Tokens(1, self.x.shape[0] // self.link.ranks)
-        return sum_of_products(link, tokens, self.times, *_split(self.x), DTYPE, self.groups)
+        return sum_of_products(link, tokens, self.times, *_split(self.x), DTYPE)
 
     def _push(self, parts: Mapping[int, Tensor]) -> VirtualSummation:
         rows, columns = parts[self.link.rank].shape
@@ -278,8 +276,8 @@ def gather_share(
 ) -> GatherShare:
     """Share of rows [M / ranks, K] that are gathered and multiplied with [n, K].  payload: name of a recipe."""
     x = row_operand(payload, random((m, k), device))
-    link, ready = links_of([pieces_of(piece_of(x, each, ranks)) for each in range(ranks)], rank, device)
-    return GatherShare(link, ready, x, weight_operand(payload, (n, k), device), tuple(groups))
+    link, ready = links_of([pieces_of(piece_of(x, each, ranks)) for each in range(ranks)], rank, groups, device)
+    return GatherShare(link, ready, x, weight_operand(payload, (n, k), device))
 
 
 def sum_share(
@@ -288,15 +286,25 @@ def sum_share(
     """Share of [M, k] times [N, k] that is summed over the ranks, M / ranks rows for each."""
     x = row_operand(payload, random((m, k), device))
     parts = on_host(random((ranks, m // ranks, n), device), device)
-    link, ready = VirtualLink(rank, ranks, device, parts=parts), ReadyLink(rank, ranks)
-    return SumShare(link, ready, x, weight_operand(payload, (n, k), device), tuple(groups))
+    link, ready = sum_links(parts, rank, groups, device)
+    return SumShare(link, ready, x, weight_operand(payload, (n, k), device))
 
 
-def links_of(pieces: Sequence[Sequence[Tensor]], rank: int, device: torch.device) -> tuple[VirtualLink, ReadyLink]:
+def links_of(
+    pieces: Sequence[Sequence[Tensor]], rank: int, groups: Sequence[int], device: torch.device
+) -> tuple[VirtualLink, ReadyLink]:
     """Links for a gather of these pieces of each rank: over host memory, and with all rows there."""
     shards = [[on_host(piece, device) for piece in each] for each in pieces]
     whole = [torch.cat(of_ranks).to(device) for of_ranks in zip(*pieces, strict=True)]
-    return VirtualLink(rank, len(shards), device, shards=shards), ReadyLink(rank, len(shards), whole)
+    link = VirtualLink(rank, len(shards), device, shards=shards, groups=groups)
+    return link, ReadyLink(rank, len(shards), whole, groups, device)
+
+
+def sum_links(parts: Tensor, rank: int, groups: Sequence[int], device: torch.device) -> tuple[VirtualLink, ReadyLink]:
+    """Links for a sum over ranks to which each adds its part on the host, [ranks, rows, N]."""
+    ranks = len(parts)
+    link = VirtualLink(rank, ranks, device, parts=parts, groups=groups)
+    return link, ReadyLink(rank, ranks, groups=groups, device=device)
 
 
 def row_operand(payload: str, x: Tensor, routing: Routing | None = None) -> Operand:

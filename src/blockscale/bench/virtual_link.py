@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..distributed.overlap.chunks import Part, chunks
 from ..distributed.overlap.link import spans_of
+from ..distributed.overlap.transport import add_parts
 from ..library import empty
+from ..roofline import machine_of
 
 Wait = Callable[[], object]
 
@@ -50,7 +53,8 @@ class VirtualLink:
 
     shards: for each rank the pieces that it gathers.  parts: [ranks, rows, N], what each rank adds to this rank's rows.
     Both lie on the host, pinned for a GPU, and those of this rank are not read.  sent: parts that have left, as
-    `parts`.  poisons: whether buffers are filled with NaN before rows arrive.
+    `parts`.  poisons: whether buffers are filled with NaN before rows arrive.  groups: numbers of ranks whose rows
+    share a product, in the order of arrival; without them as ranks whose link is PCIe would choose.
     """
 
     def __init__(
@@ -61,17 +65,23 @@ class VirtualLink:
         *,
         shards: Sequence[Sequence[Tensor]] = (),
         parts: Tensor | None = None,
+        groups: Sequence[int] = (),
     ) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
         self.shards, self.parts = shards, parts
         self.sent = None if parts is None else on_host(torch.empty_like(parts), device)
-        self.poisons = False
+        self.poisons, self.groups = False, groups
+        self._poison = torch.tensor(-0.0, device=device)
         make = functools.partial(CopyStream, device) if device.type == "cuda" else LateCopies
         self.incoming, self.outgoing = make(), make()
 
     def others(self) -> list[int]:
         """The other ranks in the order in which this rank exchanges rows with them."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def chunks(self, part: Part) -> Sequence[int]:
+        """As `Link.chunks`."""
+        return chosen(self, part, self.device)
 
     def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> VirtualGathering:
         """Start to gather tensors [rows, N] of this rank."""
@@ -80,6 +90,14 @@ class VirtualLink:
     def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> VirtualSummation:
         """Start a sum over ranks of rows [rows, N] for each rank."""
         return VirtualSummation(self, shape, dtype)
+
+    def total(self, parts: Tensor, own: Tensor) -> Tensor:
+        """Sum over ranks of parts [ranks, rows, N]; see `Transport.sum_parts`."""
+        if self.device.type != "cuda":
+            return add_parts(parts, own, self.rank)
+        from ..distributed.overlap.sums import sum_parts  # imports Triton
+
+        return sum_parts(parts, own, self.rank, self._poison)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the device that rows arrive in."""
@@ -160,23 +178,37 @@ class VirtualSummation:
         """The sum of this rank's rows: parts are added in the order of ranks in fp32, and rounded once."""
         self.wait()
         assert self._own is not None
-        total: Tensor | None = None
-        for rank in range(self.link.ranks):
-            part = self._own if rank == self.link.rank else self._arrived[rank]
-            total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
-        assert total is not None
-        return total.to(self.dtype)
+        return self.link.total(self._arrived, self._own.contiguous())
 
 
 class ReadyLink:
-    """Link with all rows there.  whole: rows of all ranks, for gathers."""
+    """Link with all rows there.  whole: rows of all ranks, for gathers.  groups: as of `VirtualLink`.  products: number
+    of them in the last call, for each weight."""
 
-    def __init__(self, rank: int, ranks: int, whole: Sequence[Tensor] = ()) -> None:
-        self.rank, self.ranks, self.whole = rank, ranks, list(whole)
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        whole: Sequence[Tensor] = (),
+        groups: Sequence[int] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.rank, self.ranks, self.whole, self.groups = rank, ranks, list(whole), groups
+        self.device, self.products = device, 0
+
+    def chunks(self, part: Part) -> Sequence[int]:
+        """As `VirtualLink.chunks`."""
+        found = chosen(self, part, self.device)
+        self.products = len(found) + self.ranks - sum(found)
+        return found
 
     def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> ReadyRows:
         """A gather that is done."""
         return ReadyRows(self, runs)
+
+    def copy(self) -> ReadyLink:
+        """A link with memory of its own."""
+        return ReadyLink(self.rank, self.ranks, [each.clone() for each in self.whole], self.groups, self.device)
 
     def sum(self, shape: tuple[int, int], dtype: torch.dtype) -> ReadyParts:
         """A sum of which this rank makes its parts alone."""
@@ -215,6 +247,14 @@ class ReadyParts:
     def finish(self) -> Tensor:
         """The part of this rank's own rows."""
         return self.parts[self.link.rank]
+
+
+def chosen(link: VirtualLink | ReadyLink, part: Part, device: torch.device | None) -> Sequence[int]:
+    """The groups of a link, or the best ones on this device over PCIe, if the model has it."""
+    if link.groups or device is None or device.type != "cuda":
+        return link.groups
+    machine = machine_of(torch.cuda.get_device_name(device))
+    return () if machine is None else chunks(machine, "pcie5", link.ranks, part)
 
 
 def on_host(tensor: Tensor, device: torch.device) -> Tensor:

@@ -83,7 +83,7 @@ def run(
             rates of an H200 or of this machine if it is known.
         tokens: A case for each of these M, with the path that overlap="auto" would take beside it.
         chunks: Numbers of ranks whose rows share a product, such as 1,3,4 of 8, in the order of arrival of a gather;
-            sums take them backwards. One by one by default.
+            sums take them backwards. By default those that layers use on this GPU over such a link.
         rank: The rank that is timed, on which it depends whether such rows are adjacent.
         graph: Time calls in CUDA graphs, without launches.
         json: Store the rows in this file, replacing rows of the same case and GPU.

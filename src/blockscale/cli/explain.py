@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 Operation = Literal[
     "cast", "cast_both", "dequantize", "gemm", "m_grouped", "k_grouped",
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
-    "permute_columns", "permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes",
+    "permute_columns", "permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows", "transpose_codes",
 ]  # fmt: skip
 
 
 DEFAULT = "mxfp8_e4m3"
 # operations without formats
-MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes")
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows", "transpose_codes")
 PRODUCTS = ("gemm", "m_grouped", "k_grouped")
 
 
@@ -47,7 +47,8 @@ def run(
     Args:
         operation: The operation. A cast takes M x K, a GEMM M x K and N x K, SwiGLU gate and up of M x K each, a
             permutation N of M rows. permute_rows and combine_rows move rows from M tokens to G experts and back,
-            combine_dots is the gradient of the gate weights, clear_rows zeroes rows of no group, transpose_codes turns
+            combine_dots is the gradient of the gate weights, clear_rows zeroes rows of no group, place_rows writes
+            arriving tokens where their experts read them, transpose_codes turns
             N x K bytes of codes.
         a: Format of the tensor, or of the first operand of a GEMM.
         b: Format of the second operand; default: the usual partner of the first, or the same for two casts.

@@ -66,7 +66,7 @@ def run(
         payload: What gathers carry and products multiply; sums travel in bf16.
         machine: A short name such as h200, b200 or l20.
         link: Link between the GPUs, the machine's own by default; infiniband for ranks on several nodes.
-        chunks: Parts of the communication; one for each rank by default.
+        chunks: Parts of the product and of the communication, equal ones; by default those that ranks choose.
         flux: Show 18 rows of the Flux performance report and 9 of Triton's AG+GEMM beside the model instead.
     """
     mixture = {"--experts": experts, "--topk": topk}
@@ -95,7 +95,7 @@ def run(
         from ..bench.shapes import OVERLAP_TOKENS, expert_products
         from ..roofline import overlap_machine
 
-    of, divided = overlap_machine(machine, link), {"tp": tp, "ep": ep}
+    of, divided = (machine, link), {"tp": tp, "ep": ep}
     if found is None:
         given = tuple(size or usual for size, usual in zip((m, n, k), SHAPES[op], strict=True))
         counts = {"experts": experts or 32, "topk": topk or 4} if "grouped" in op else {}
@@ -109,7 +109,7 @@ def run(
             serial, overlapped = (1e3 * layers * sum(getattr(layer[each], path) for layer in both) for path in _PATHS)
             console.print(f"{name}, {layers} layers, {each}: {serial:.1f} ms serial, {overlapped:.1f} ms overlapped")
     for each in payload:
-        if note := of.engine(each).note:
+        if note := overlap_machine(*of).engine(each).note:
             console.print(f"[dim]{each}: {note}[/]")
     return 0
 
@@ -132,22 +132,30 @@ def _show(
     op: Op,
     sizes: tuple[int, ...],
     divided: Mapping[str, int],
-    machine: OverlapMachine,
+    of: tuple[str, str | None],
     payloads: Sequence[Payload],
     chunks: int | None,
 ) -> dict[str, Prediction]:
-    """Print the model of one operation by payload, with the basis of its constants."""
-    from ..roofline import overlap_gain
+    """Print the model of one operation by payload, with the basis of its constants.  of: machine and link.  chunks: of
+    equal size; those that ranks choose if None."""
+    from ..distributed.overlap.decision import Work, predict
+    from ..roofline import overlap_gain, overlap_machine
 
-    m, n, k = sizes
-    found = {
-        name: overlap_gain(op, m, n, k, **divided, machine=machine, payload=name, chunks=chunks) for name in payloads
-    }
+    (m, n, k), machine, ranks = sizes, overlap_machine(*of), divided["tp"] * divided["ep"]
+    counts = tuple(divided[name] for name in ("experts", "topk")) if "grouped" in op else ()
+
+    def model(payload: Payload) -> Prediction:
+        if chunks is not None:
+            return overlap_gain(op, m, n, k, **divided, machine=machine, payload=payload, chunks=chunks)
+        return predict(of[0], ranks, Work(op, m, n, k, payload, *counts), ep=divided["ep"], link=of[1])
+
+    found = {name: model(name) for name in payloads}
     first, grouped = found[payloads[0]], "grouped" in op
     parallel = f"TP {divided['tp']}"
     if grouped:
         parallel += f", {divided['topk']} of {divided['experts']} experts, EP {divided['ep']}"
-    each = f"{first.flops / 1e9:,.0f} GFLOP a rank, {first.chunks} chunks"
+    number = "chunks that ranks choose" if chunks is None else f"{chunks} chunks"
+    each = f"{first.flops / 1e9:,.0f} GFLOP a rank, {number}"
     console.print(f"{op}, M={m:,} N={n:,} K={k:,}, {parallel}: {each}")
     console.print("model, not measured. G: product alone, C: communication alone, T: overlapped")
     for line in _constants(machine, grouped=grouped):

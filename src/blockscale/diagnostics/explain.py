@@ -30,7 +30,7 @@ FUSED = (
     "swiglu", "swiglu_both", "swiglu_backward_both", "rmsnorm", "rmsnorm_both", "permute", "permute_both",
     "permute_columns",
 )  # fmt: skip
-MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "transpose_codes")
+MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows", "transpose_codes")
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
 
 
@@ -88,7 +88,7 @@ def explain(
             check_grouped(a, b, ends, starts)
             options = {"bias": bias, "accumulate": accumulate, "starts": starts is not None}
             request = grouped_request(a, b, ends.shape[0], out_dtype, **options)
-        case ("permute_rows" | "combine_rows", [Tensor() as x, Tensor() as rows]):
+        case ("permute_rows" | "combine_rows" | "place_rows", [Tensor() as x, Tensor() as rows]):
             request = rows_request(op, x, rows)
         case ("clear_rows", [Tensor() as x]):
             request = rows_request(op, x, None)
@@ -185,6 +185,7 @@ def explain_sizes(
         "combine_rows": [empty(m * groups, k), rows],
         "combine_dots": [empty(m * groups, k), empty(m, k), rows],
         "clear_rows": [empty(m, k)],
+        "place_rows": [empty(m, k), rows],
         "transpose_codes": [torch.empty(n, k, dtype=torch.uint8, device="meta")],
     }
     operands: list[Tensor | BlockScaled]

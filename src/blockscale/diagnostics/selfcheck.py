@@ -25,7 +25,7 @@ from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm, scaled_mm
 from ..grouped import scaled_grouped_mm, sort_by_expert
 from ..grouped._reference import exact_grouped
-from ..grouped.routing import clear_rows, combine_dots, combine_rows, permute_rows
+from ..grouped.routing import clear_rows, combine_dots, combine_rows, permute_rows, place_rows
 from ..hardware import capability
 from ..registry import Explanation, operations, use_backend
 from .explain import GROUPED, MOVES, explain_sizes, partner
@@ -128,6 +128,10 @@ def move_checks(samples: Samples) -> list[Check]:
         clear_rows(rows := y.clone(), routing.offs // 2)
         return rows
 
+    def placed() -> Tensor:
+        place_rows(x, rows, made := torch.zeros_like(y))
+        return made
+
     tokens, rows = routing.permutation
     codes = x.contiguous().view(torch.uint8)
 
@@ -137,6 +141,7 @@ def move_checks(samples: Samples) -> list[Check]:
         _same_as_reference("permute_rows", ANY, lambda: [permute_rows(x, tokens, rows, gate_weights)]),
         _same_as_reference("combine_rows", ANY, lambda: [combine_rows(y, rows, gate_weights)]),
         _same_as_reference("clear_rows", ANY, lambda: [cleared()]),
+        _same_as_reference("place_rows", ANY, lambda: [placed()]),
         _same_as_reference("transpose_codes", ANY, lambda: [transpose_codes(codes, codes.shape[1], 8)]),
         _close(f"combine_dots, {ANY}", dots, lambda: combine_dots(y, x, rows), _GATE_DB),
     ]

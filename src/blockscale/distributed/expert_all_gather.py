@@ -163,9 +163,8 @@ class AllGatherExpertsPlan(NamedTuple):
         slots = sharing.route(experts_of(routing), gate_weights)
         quantized, device = recipe.is_quantized, x.device
         spec = Casts(recipe, None, routing).quantized_spec("fprop_x", x) if quantized else None
-        tokens = sharing.gather(
-            cast_rows(x, spec) if self.low and spec is not None else x if quantized else x.to(self.dtype)
-        )
+        sent = cast_rows(x, spec) if self.low and spec is not None else x if quantized else x.to(self.dtype)
+        tokens = sharing.gather(sent)
         rows, gates = slots.wait()
         first = second = Casts(recipe, None, rows.routing)
         (weight, other), (bias, other_bias), _, operands = call
@@ -178,7 +177,8 @@ class AllGatherExpertsPlan(NamedTuple):
         placed = PlacedRows(count, x.shape[1], spec and spec.plan, self.dtype, device)
         gate_up = empty((count, weight.shape[1]), self.dtype, device)
         product = self._fprop(weight, bias) if w_row is None else w_row
-        for at in tokens.arrivals(rows):
+        of = rows.part(weight.shape[1], x.shape[1], sent.shape[1] * sent.itemsize, quantized)
+        for at in tokens.arrivals(rows, of):
             arrived = tokens.values()[at.tokens]
             placed.place(at, arrived if self.low or spec is None else cast_rows(arrived, spec))
             multiply_rows(placed.operand(), product, at, gate_up, bias)
@@ -193,7 +193,8 @@ class AllGatherExpertsPlan(NamedTuple):
             multiply_rows(hidden, product, at, y_rows, other_bias)
             return combine_rows(y_rows, at.rows, gates[at.tokens])
 
-        y = sharing.sum(rows, other.shape[1], self.dtype, part)
+        of = rows.part(other.shape[1], other.shape[2], other.shape[1] * self.dtype.itemsize, quantized)
+        y = sharing.sum(rows, of, self.dtype, part)
         saved_x, x_col = self._columns(x_rows, tokens.values(), first, x)  # beside the sum
         saved = MLPSaved(
             x=saved_x,
@@ -232,7 +233,8 @@ class AllGatherExpertsPlan(NamedTuple):
         dy_values = PlacedRows(count, grad.shape[1], None, grad.dtype, device) if takes_values else None
         down_col = casts.column(saved.down_col, other, "dgrad_w") if needs.x else None
         dh = None if gate_up is None or dy is None else empty((count, gate_up.shape[1] // 2), gate_up.dtype, device)
-        for at in tokens.arrivals(rows):
+        of = rows.part(other.shape[2], grad.shape[1], grad.shape[1] * grad.itemsize, quantized)
+        for at in tokens.arrivals(rows, of):
             if dy is None and dy_values is None:
                 continue
             dy_at = self._gradients_of_slots(tokens.values()[at.tokens], gates[at.tokens])
@@ -274,7 +276,8 @@ class AllGatherExpertsPlan(NamedTuple):
                 multiply_rows(operand, product, at, dx_rows)
                 return combine_rows(dx_rows, at.rows, None)
 
-            dx = sharing.sum(rows, weight.shape[2], dtype, part)
+            of = rows.part(weight.shape[2], weight.shape[1], weight.shape[2] * dtype.itemsize, quantized)
+            dx = sharing.sum(rows, of, dtype, part)
 
         # both wgrads, beside the sum
         ends = Routing(routing.offs)

@@ -109,9 +109,9 @@ def pack_scale(spec: Format, plain: Tensor, rows: int, length: int, layout: str)
     # bytes, because torch cannot pad float8_e8m0fnu
     raw = plain.view(torch.uint8) if plain.element_size() == 1 else plain
     if layout == "mn_major":
-        raw = pad(raw.mT, (0, -tiles % 4))
+        raw = pad(raw.mT, (0, -tiles % 4)) if tiles % 4 else raw.mT
     elif layout == "grid":
-        raw = pad(raw, (0, -blocks % 4))
+        raw = pad(raw, (0, -blocks % 4)) if blocks % 4 else raw
     elif layout == "blocked":
         raw = _swizzle(_repeated(spec, raw, rows, blocked_columns(spec, length)) if spec.is_2d else raw)
     # not contiguous(): that keeps the odd strides of an axis of size 1

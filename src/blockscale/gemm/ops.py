@@ -17,19 +17,29 @@ from ..errors import AxisError, DeviceError, DtypeError, ShapeError, refuse
 from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.layout import cuts_length, cuts_rows
 from ..formats.spec import check_pair
-from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_scaled, has_canonical_strides
+from ..formats.tensor import (
+    BlockScaled,
+    check_block_scaled,
+    check_is_block_scaled,
+    has_canonical_strides,
+    is_row_slice,
+)
 from ..hardware import Capability, capability, current_cuda_device
 from ..library import SUM, Sharding, define_op, empty
 from ..registry import Request, select
+from ..tracing import constant_when_compiled
 
 ACCUMULATOR_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of `accumulate` buffers."""
 
 
 def product_options(a: BlockScaled, b: BlockScaled, *, bias: bool, accumulate: bool) -> frozenset[str]:
-    """Options of a request: bias, accumulate, strided (scales without the strides of their layout)."""
-    strided = not (has_canonical_strides(a) and has_canonical_strides(b))
-    return frozenset(name for name, on in (("bias", bias), ("accumulate", accumulate), ("strided", strided)) if on)
+    """Options of a request: bias, accumulate, strided (scales without the strides of their layout), sliced (those of a
+    are rows of larger scales, which TMA can address)."""
+    odd = not (has_canonical_strides(a) and has_canonical_strides(b))
+    sliced = odd and is_row_slice(a) and has_canonical_strides(b)
+    options = ("bias", bias), ("accumulate", accumulate), ("sliced", sliced), ("strided", odd and not sliced)
+    return frozenset(name for name, on in options if on)
 
 
 def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bool, accumulate: bool) -> Request:
@@ -39,7 +49,7 @@ def gemm_request(a: BlockScaled, b: BlockScaled, dtype: torch.dtype, *, bias: bo
     return Request("gemm", capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def wanted_layouts(a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
     """Scale layouts that the kernel for large GEMMs of these formats reads on this device; None: any. A cast that
     writes them saves a conversion."""
@@ -66,6 +76,8 @@ def reject_fp8_of_vendor(request: Request) -> str | None:
     refused = reject_fp8_of_hopper(request)
     if refused is not None:
         return refused
+    if "sliced" in request.options:
+        return "wants scales of its rows alone, and these are rows of larger ones"
     _, n, k = request.shape
     if n % 16 or k % 16:
         return f"wants N and K in multiples of 16, these are {n} and {k}"

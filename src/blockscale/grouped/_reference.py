@@ -123,6 +123,13 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor, out: Tensor) -> None:
         out[:, slot] = (x.index_select(0, rows[:, slot]).to(out.dtype) * grad_wide).sum(-1)
 
 
+@kernel("place_rows", "reference", devices=(), priority=-100)
+def place_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """torch, any device: a pass for each slot"""
+    for slot in range(rows.shape[1]):
+        out.index_copy_(0, rows[:, slot].to(torch.int64), x if x.dim() == 2 else x[:, slot])
+
+
 @kernel("clear_rows", "reference", devices=(), priority=-100)
 def clear_rows(x: Tensor, offs: Tensor) -> None:
     """torch, any device: a pass over all rows"""

@@ -9,6 +9,8 @@ the dot products are summed in another order, which is also fixed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -105,9 +107,27 @@ def _clear_rows_kernel(out_ptr, last_ptr, M, D, out_stride, BD: tl.constexpr):
         row += tl.num_programs(0)
 
 
+@triton.jit
+def _place_rows_kernel(
+    x_ptr, rows_ptr, out_ptr, T, D, x_stride, x_slot_stride, out_stride, out_column_stride,
+    K: tl.constexpr, BY_SLOT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    ok = (t < T)[:, None] & (d < D)[None, :]
+    source = x_ptr + t[:, None] * x_stride + d[None, :]
+    value = tl.load(source, mask=ok)
+    for slot in tl.static_range(K):
+        if BY_SLOT and slot > 0:
+            value = tl.load(source + slot * x_slot_stride, mask=ok)
+        row = tl.load(rows_ptr + t * K + slot, mask=t < T, other=0).to(tl.int64)
+        tl.store(out_ptr + row[:, None] * out_stride + d[None, :] * out_column_stride, value, mask=ok)
+
+
 INTERPRETED = not isinstance(_combine_rows_kernel, triton.runtime.JITFunction)
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WORDS = (*DTYPES, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _reject(request: Request) -> str | None:
@@ -118,6 +138,10 @@ def _reject(request: Request) -> str | None:
     if "many_slots" in request.options:
         return f"unrolls the slots of a token, up to {MAX_SLOTS}"
     return None
+
+
+def _reject_placed(request: Request) -> str | None:
+    return _reject(replace(request, options=request.options - {"strided"}))
 
 
 def _tile(columns: int) -> tuple[int, int]:
@@ -162,6 +186,16 @@ def clear_rows(x: Tensor, offs: Tensor) -> None:
     rows, columns = x.shape
     rest = (rows, columns, x.stride(0), _tile(columns)[1])
     launch(_clear_rows_kernel, (min(rows, _CLEAR_PROGRAMS),), (x, offs[-1:]), rest)
+
+
+@kernel("place_rows", "triton", devices=DEVICES, sm=(80, 999), dtypes=WORDS, priority=50, reject=_reject_placed)
+def place_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Triton: each row is read once, and written for every slot"""
+    (count, slots), columns = rows.shape, x.shape[-1]
+    bm, bd = _tile(columns)
+    strides = x.stride(0), x.stride(1) if x.dim() == 3 else 0, *out.stride()
+    rest = (count, columns, *strides, slots, x.dim() == 3, bm, bd)
+    launch(_place_rows_kernel, (ceil_div(count, bm), ceil_div(columns, bd)), (x, rows, out), rest)
 
 
 def _fp32(gate_weights: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from ..gemm.ops import cut_rows, product_flops, product_options
 from ..hardware import Capability, capability
 from ..library import Sharding, define_op, empty
 from ..registry import Request, select
+from ..tracing import constant_when_compiled
 
 
 class Inputs(NamedTuple):
@@ -47,7 +48,7 @@ def grouped_request(
     return Request(op, capability(a.device), (a.format, b.format), shape, dtype, layouts, options)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def wanted_layouts(op: str, a: str, b: str, device: torch.device) -> tuple[str | None, str | None]:
     """Scale layouts of a and b that the kernel for large grouped GEMMs of these formats reads on this device.
 

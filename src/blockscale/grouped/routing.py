@@ -9,6 +9,7 @@ differentiable functions are in `autograd/routing.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from ..formats.layout import cuts_evenly
 from ..hardware import capability, current_cuda_device
 from ..library import Sharding, define_op, empty
 from ..registry import Request, select
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +202,26 @@ def combine_dots(x: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     with current_cuda_device(x.device):
         kernel.launch(x, grad, rows.contiguous(), out)
     return out
+
+
+def place_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Write rows of tokens to out [M, n] in place: out[rows[t, j]] = x[t, j].  x: [T, n] if all slots of a token have
+    the same row, else [T, k, n].  rows: int32 [T, k], all different."""
+    word = _widest_word(x, out)
+    x, out = x.view(word), out.view(word)
+    kernel = select(rows_request("place_rows", x if x.dim() == 2 else x[:, 0], rows))
+    with current_cuda_device(x.device):
+        kernel.launch(x, rows.contiguous(), out)
+
+
+def _widest_word(*tensors: Tensor) -> torch.dtype:
+    """Integers that rows of these tensors of one dtype consist of; wider ones take fewer accesses."""
+    size = tensors[0].element_size()
+    if any(each.stride(-1) != 1 for each in tensors):
+        return _WORDS[size]
+    steps = (step for each in tensors for step in (each.shape[-1], each.storage_offset(), *each.stride()[:-1]))
+    whole = math.gcd(8, *(step * size for step in steps))
+    return _WORDS[max(whole, size)]
 
 
 def clear_rows(x: Tensor, offs: Tensor) -> None:

@@ -19,7 +19,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,8 +88,7 @@ class SharedArena:
 
     def _exchange(self, group: dist.ProcessGroup, mine: _File) -> list[_File]:
         """Every rank's file. Raises on all ranks if one of them has no memory that the others map."""
-        found = [mine] * self.ranks
-        dist.all_gather_object(found, mine, group)
+        found = exchanged(group, mine)
         hosts = sorted({each.host for each in found})
         lacking = [f"rank {rank}: {each.why_not}" for rank, each in enumerate(found) if each.why_not]
         if len(hosts) == 1 and not lacking:
@@ -139,6 +138,20 @@ class SharedArena:
             ) from error
         if failed is not None or waited > timeout_of(group):
             raise error_of_waiting(failed, where, waits_in)
+
+
+_Facts = TypeVar("_Facts")
+
+
+def exchanged(group: dist.ProcessGroup, mine: _Facts) -> list[_Facts]:
+    """What all ranks pass, by rank; RankError if one is gone. Collective."""
+    found = [mine] * group.size()
+    try:
+        dist.all_gather_object(found, mine, group)
+    except (dist.DistError, RuntimeError) as error:
+        others = [dist.get_global_rank(group, rank) for rank in range(group.size()) if rank != group.rank()]
+        raise error_of_waiting(first_failure(group), others, "an overlapped call with more memory") from error
+    return found
 
 
 def refuse_other_call(rank: int, source: int, call: int) -> NoReturn:

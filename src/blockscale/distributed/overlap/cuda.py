@@ -21,9 +21,10 @@ from ...errors import ShardingError, refuse
 from ...roofline.ceilings import machine_of
 from ..failures import error_of_waiting, first_failure, timeout_of
 from ..symmetric import symmetric_buffer
-from .arena import HEADER, refuse_other_call, wrapped
+from .arena import HEADER, exchanged, refuse_other_call, wrapped
 from .signals import TIMED_OUT, Fault, Flags
-from .transport import Arena, Side
+from .sums import sum_parts
+from .transport import BETWEEN_GRAPHS, IN_GRAPHS, Arena, Side
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -112,10 +113,8 @@ class CudaTransport:
         self._cuda_side = CudaSide(device)
         self.side: Side = self._cuda_side
         self._fault = Fault.on(device)
-        self.poison = self._fault.poison
         # of the last call, by whether it is part of a CUDA graph
         self._streams: dict[bool, torch.cuda.Stream] = {}
-        self._knows_gpus = False
         # graphs copy through them: they stay when larger ones take their place
         self._captured: list[CudaArena] = []
 
@@ -127,9 +126,7 @@ class CudaTransport:
                 fix="run the layer with these shapes, forward and backward, before the capture",
                 error=ShardingError,
             )
-        if not self._knows_gpus:
-            _check_gpus(_gpus(group, self._device))
-            self._knows_gpus = True
+        _check_gpus(_gpus(group, self._device))  # and that all are there: torch would wait for the store's timeout
         return CudaArena(group, size, call, self._device, self._fault)
 
     def machine(self, group: dist.ProcessGroup) -> str | None:
@@ -148,15 +145,20 @@ class CudaTransport:
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def enter(self, arena: Arena) -> Arena:
-        """The arena as a call uses it that begins, after a meeting of all ranks if a graph has been captured."""
+    def enter(self, arena: Arena) -> tuple[Arena, int | None]:
+        """The arena and the slot of a call that begins. From the first capture on all ranks meet before a call, and
+        graphs have a slot of their own, where no copies of other calls still run when a graph is replayed."""
         assert isinstance(arena, CudaArena)
         capturing = self.is_capturing()
         if capturing and arena not in self._captured:
             self._captured.append(arena)
-        if self._captured:
-            arena.meet()
-        return arena.counted() if capturing else arena
+        if not self._captured:
+            return arena, None
+        arena.meet()
+        return (arena.counted(), IN_GRAPHS) if capturing else (arena, BETWEEN_GRAPHS)
+
+    def sum_parts(self, parts: Tensor, own: Tensor, rank: int) -> Tensor:
+        return sum_parts(parts, own, rank, self._fault.poison)
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Raise the first failed wait that the GPU has told. It stays: rows after it are not those of the ranks."""
@@ -187,9 +189,7 @@ def _gpus(group: dist.ProcessGroup, device: torch.device) -> list[_Gpu]:
     """GPUs of all ranks. Collective."""
     of = torch.cuda.get_device_properties(device)
     mine = _Gpu(socket.gethostname(), str(of.uuid), of.name, env.of_others(OVERLAPPING) == "1")
-    found = [mine] * group.size()
-    dist.all_gather_object(found, mine, group)
-    return found
+    return exchanged(group, mine)
 
 
 def _check_gpus(found: Sequence[_Gpu]) -> None:

@@ -6,7 +6,18 @@ import functools
 from typing import NamedTuple
 
 from ...autograd.recipe import Recipe
-from ...roofline.overlap import LEAST_FLOPS, LEAST_GAIN, OVERLAP_PAYLOADS, Operation, overlap_gain, overlap_machine
+from ...roofline.model import stored_bytes
+from ...roofline.overlap import (
+    LEAST_FLOPS,
+    LEAST_GAIN,
+    OVERLAP_PAYLOADS,
+    Operation,
+    Prediction,
+    gathers,
+    overlap_gain,
+    overlap_machine,
+)
+from .chunks import Part, stretch_of
 
 # kinds of devices on which "auto" overlaps at all: where overlapped calls have been run and timed
 MEASURED_ON: frozenset[str] = frozenset()
@@ -39,23 +50,36 @@ def expert_work(
     return Work(op, tokens, n, k, payload if topk <= experts else None, experts, topk)
 
 
+def predict(
+    machine: str, ranks: int, work: Work, *, ep: int = 1, product: float | None = None, link: str | None = None
+) -> Prediction:
+    """Times of an operation in the chunks that a link chooses.  ep: groups of ranks that divide the experts.  product:
+    its measured seconds in one launch.  link: between GPUs; the machine's own if None."""
+    op, m, n, k, payload, experts, topk = work
+    tp = ranks // ep
+    columns, features = (n // tp, k) if gathers(op) else (n, k // tp)
+    travelling = OVERLAP_PAYLOADS[payload or "bf16"][0] if gathers(op) else None
+    sent = int(stored_bytes(m * (features if gathers(op) else columns), travelling, 2)) // ranks
+    rows = m * topk // (ranks * ep)
+    part = Part(rows, columns, features, sent, payload != "bf16", experts // ep if "grouped" in op else 0)
+    return overlap_gain(
+        op, m, n, k, tp=tp, ep=ep, experts=experts, topk=topk, payload=payload or "",
+        machine=overlap_machine(machine, link), product=product,
+        stretch=stretch_of(machine, link, ranks, part),
+    )  # fmt: skip
+
+
 @functools.lru_cache(4096)
 def pays(machine: str, ranks: int, works: tuple[Work, ...]) -> bool:
     """Whether the operations of a call gain 5 % or more by overlap, and have 1e11 FLOPs or more on a rank.
 
-    >>> up = Work("all_gather_mm", 4096, 49152, 12288, "fp8_blockwise_pow2")
+    >>> up = Work("all_gather_mm", 16384, 49152, 12288, "fp8_blockwise_pow2")
     >>> pays("h800", 8, (up,)), pays("h800", 8, (up._replace(m=64),)), pays("h800", 8, (up._replace(payload=None),))
     (True, False, False)
     """
     if not works or any(each.payload is None for each in works):
         return False
-    found = [
-        overlap_gain(
-            each.op, each.m, each.n, each.k, tp=ranks, machine=overlap_machine(machine),
-            experts=each.experts, topk=each.topk, payload=each.payload or "",
-        )
-        for each in works
-    ]  # fmt: skip
+    found = [predict(machine, ranks, each) for each in works]
     gain = sum(each.serial for each in found) / sum(each.overlapped for each in found)
     return gain >= LEAST_GAIN and sum(each.flops for each in found) >= LEAST_FLOPS
 

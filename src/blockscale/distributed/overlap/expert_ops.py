@@ -195,7 +195,8 @@ def multiply_arrivals(
     placed = PlacedRows(rows.routing.permutation[0].shape[0], a.shape[1], plan, dtype, a.device)
     results = [cleared_rows(rows, weight.shape[1], out_dtype, a.device) for weight in weights]
     products = [grouped_product(weight, bias, out_dtype) for weight, bias in zip(weights, biases, strict=True)]
-    for at in tokens.arrivals(rows):
+    columns, width = sum(weight.shape[1] for weight in weights), a.shape[1] * dtype.itemsize
+    for at in tokens.arrivals(rows, rows.part(columns, a.shape[1], width, plan is not None)):
         placed.place(at, tokens.values()[at.tokens])
         for product, bias, result in zip(products, biases, results, strict=True):
             multiply_rows(placed.operand(), product, at, result, bias)
@@ -219,7 +220,8 @@ def sum_combined(
         multiply_rows(a, product, at, results, bias)
         return combine_rows(results, at.rows, gate_weights[at.tokens])
 
-    return sharing.sum(rows, weight.shape[1], out_dtype, part)
+    columns, width = weight.shape[1], weight.shape[1] * out_dtype.itemsize
+    return sharing.sum(rows, rows.part(columns, a.shape[1], width, isinstance(a, BlockScaled)), out_dtype, part)
 
 
 def grouped_product(weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> BlockScaled | ValuesProduct:

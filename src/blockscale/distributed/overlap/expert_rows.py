@@ -19,32 +19,41 @@ from ...formats.layout import code_bytes, code_row_bytes, locate, scale_buffer_s
 from ...formats.tensor import BlockScaled, assemble
 from ...grouped import Routing
 from ...grouped.ops import multiply_grouped
+from ...grouped.routing import place_rows
 from ...library import empty
 from ..collectives import Tokens
+from .chunks import Part
 
 
 class RowsOfTokens(NamedTuple):
     """Rows of contiguous tokens.  tokens: among those of all ranks.  rows: int32 [t, k], sorted row of each slot.
-    starts, ends: int32 [E], the slice of each expert's rows; starts is None if those are all rows."""
+    starts, ends: int32 [E], the slice of each expert's rows; starts is None if those are all rows.  nowhere: row
+    before which the slots of no expert begin, int32 [1]."""
 
     tokens: slice
     rows: Tensor
     starts: Tensor | None
     ends: Tensor
+    nowhere: Tensor | None = None
 
     def routing(self) -> tuple[Tensor, Tensor]:
         """Places of these rows among all, in the order of the experts, int64 [t * k], and the ends of the experts among
-        them, int32 [E]."""
+        them, int32 [E]. No sort: the rows of an expert follow one another."""
         assert self.starts is not None
-        places = self.rows.reshape(-1).to(torch.int64).sort().values
-        return places, (self.ends - self.starts).cumsum(0, dtype=torch.int32)
+        assert self.nowhere is not None
+        ends = (self.ends - self.starts).cumsum(0, dtype=torch.int32)
+        first = torch.cat((ends.new_zeros(1), ends))
+        shift = torch.cat((self.starts, self.nowhere)) - first
+        count = torch.arange(self.rows.numel(), device=ends.device, dtype=torch.int32)
+        return (count + shift[torch.searchsorted(ends, count, right=True)]).to(torch.int64), ends
 
 
 class ExpertRows(NamedTuple):
     """Rows of the experts of this rank for the tokens of all ranks.
 
     routing: of all tokens; those of other ranks' experts are sent to none.  tokens: of a rank, in `ranks * outer` runs.
-    bounds: int32 [runs + 1, E], row of each expert at which the tokens of a run begin.
+    bounds: int32 [runs + 1, E + 1], row of each expert at which the tokens of a run begin; the last column is of slots
+    without an expert.
     """
 
     routing: Routing
@@ -58,17 +67,23 @@ class ExpertRows(NamedTuple):
         (sorted_tokens, rows), offs, runs = routing.permutation, routing.offs, tokens.outer * ranks
         device, total = offs.device, rows.shape[0]
         expert, _ = locate(torch.arange(sorted_tokens.shape[0], device=device), offs.to(torch.int64))
-        first = torch.arange(offs.shape[0], device=device) * total
+        first = torch.arange(offs.shape[0] + 1, device=device) * total
         begins = torch.arange(runs + 1, device=device) * tokens.inner
         # (expert, token) ascends from row to row
         bounds = torch.searchsorted(expert * total + sorted_tokens, first + begins[:, None], out_int32=True)
         return cls(routing, tokens, ranks, bounds)
 
+    def part(self, columns: int, features: int, width: int, low: bool) -> Part:
+        """The product of the rows of one rank's tokens, as if this rank had all of their experts.  width: bytes of a
+        token that travels.  low: whether operands are multiplied."""
+        rows, tokens = self.routing.permutation[0].shape[0] // self.ranks, self.tokens.outer * self.tokens.inner
+        return Part(rows, columns, features, tokens * width, low, self.routing.experts)
+
     def of_span(self, span: slice) -> RowsOfTokens:
         """Rows of the tokens of a span, which has whole runs."""
         _, rows = self.routing.permutation
-        first, end = (token // self.tokens.inner for token in (span.start, span.stop))
-        return RowsOfTokens(span, rows[span], self.bounds[first], self.bounds[end])
+        starts, ends = (self.bounds[token // self.tokens.inner] for token in (span.start, span.stop))
+        return RowsOfTokens(span, rows[span], starts[:-1], ends[:-1], starts[-1:])
 
     def all(self) -> RowsOfTokens:
         """Rows of all tokens."""
@@ -104,12 +119,9 @@ class PlacedRows:
         [t, k, n]."""
         pieces = messages.split([self._split, messages.shape[-1] - self._split], dim=-1)
         for part, piece in zip(self._parts, pieces, strict=False):
-            found = piece if part.itemsize == piece.itemsize else piece.contiguous().view(part.dtype)
+            found = piece if part.itemsize == piece.itemsize else _as_words(piece, part.dtype)
             missing = part.shape[1] - found.shape[-1]
-            target, source = _in_words(part, pad(found, (0, missing)) if missing else found)
-            for slot in range(at.rows.shape[1]):
-                rows = source if source.dim() == 2 else source[:, slot]
-                target.index_copy_(0, at.rows[:, slot].to(torch.int64), rows)
+            place_rows(pad(found, (0, missing)) if missing else found, at.rows, part)
 
     def operand(self) -> BlockScaled | Tensor:
         """The rows, in the scale layout of the plan."""
@@ -118,6 +130,12 @@ class PlacedRows:
         (codes, _), spec = self._parts, self._plan.spec
         data = codes.view(spec.data_dtype), self._scales.view(spec.scale_dtype), None
         return assemble(replace(self._plan, layout=self._stored), data, self._shape, -1).with_layout(self._plan.layout)
+
+
+def _as_words(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of rows as another dtype, a view if rows consist of it."""
+    steps = piece.storage_offset(), *piece.stride()[:-1]
+    return (piece.contiguous() if any(step % dtype.itemsize for step in steps) else piece).view(dtype)
 
 
 def _in_words(*rows: Tensor) -> Sequence[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...grouped import Routing, sort_by_expert
 from ..collectives import PendingValues, Ranks, Tokens, gather_values, reduce_scatter
+from .chunks import Part
 from .expert_rows import ExpertRows, RowsOfTokens
 from .products import GatherInProgress, RowsLink, in_groups, merged, sum_in_groups
 from .sharing import PendingSum, PendingTotal
@@ -17,14 +18,12 @@ from .sharing import PendingSum, PendingTotal
 
 class ExpertSharing(NamedTuple):
     """How ranks share experts.  tokens: of a rank, among those of all.  experts: of this rank, among those of all.
-    link: moves rows beside products; without one a collective comes before a product or after it.  groups: numbers of
-    ranks whose tokens share a product, in the order of arrival, or of destinations of a sum; after them one by one."""
+    link: moves rows beside products; without one a collective comes before a product or after it."""
 
     ranks: Ranks
     tokens: Tokens
     experts: range
     link: RowsLink | None
-    groups: Sequence[int] = ()
 
     def route(self, experts: Tensor, gate_weights: Tensor) -> PendingSlots:
         """Start to gather the experts [t, k], numbered over all ranks, and the gate weights [t, k] of the tokens."""
@@ -38,16 +37,14 @@ class ExpertSharing(NamedTuple):
         """Start to gather rows [t, n] of this rank's tokens."""
         if self.link is None:
             return CollectedTokens(gather_values(x, self.tokens, self.ranks))
-        return ArrivingTokens(self.link.gather([x], self.tokens.outer), self.groups)
+        return ArrivingTokens(self.link, self.link.gather([x], self.tokens.outer))
 
-    def sum(
-        self, rows: ExpertRows, columns: int, dtype: torch.dtype, part: Callable[[RowsOfTokens], Tensor]
-    ) -> PendingSum:
-        """Start the sum over ranks of results of tokens [t, columns]: of this rank's tokens.  part: makes this rank's
-        part of the results of tokens."""
+    def sum(self, rows: ExpertRows, of: Part, dtype: torch.dtype, part: Callable[[RowsOfTokens], Tensor]) -> PendingSum:
+        """Start the sum over ranks of results of tokens [t, columns]: of this rank's tokens.  of: the product.  part:
+        makes this rank's part of the results of tokens."""
         if self.link is None:
             return PendingTotal(reduce_scatter(part(rows.all()), self.tokens, self.ranks))
-        return sum_in_groups(self.link, self.tokens, columns, dtype, lambda span: part(rows.of_span(span)), self.groups)
+        return sum_in_groups(self.link, self.tokens, of.columns, dtype, lambda span: part(rows.of_span(span)), of)
 
 
 class PendingSlots(NamedTuple):
@@ -71,8 +68,8 @@ class PendingSlots(NamedTuple):
 class PendingTokens(Protocol):
     """Tokens of all ranks on their way to this one."""
 
-    def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
-        """Rows of tokens that are there: at first of this rank's. All must be taken."""
+    def arrivals(self, rows: ExpertRows, of: Part) -> Iterator[RowsOfTokens]:
+        """Rows of tokens that are there: at first of this rank's. All must be taken.  of: the product of a rank's."""
         ...
 
     def values(self) -> Tensor:
@@ -81,13 +78,13 @@ class PendingTokens(Protocol):
 
 
 class ArrivingTokens(NamedTuple):
-    """Tokens that arrive rank by rank.  groups: see `ExpertSharing`."""
+    """Tokens that arrive rank by rank."""
 
+    link: RowsLink
     gathering: GatherInProgress
-    groups: Sequence[int] = ()
 
-    def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
-        for ranks in in_groups(self.gathering.arrivals(), self.groups):
+    def arrivals(self, rows: ExpertRows, of: Part) -> Iterator[RowsOfTokens]:
+        for ranks in in_groups(self.gathering.arrivals(), self.link.chunks(of)):
             for span in merged(span for rank in ranks for span in self.gathering.spans(rank)):
                 yield rows.of_span(span)
 
@@ -102,7 +99,7 @@ class CollectedTokens:
         self._pending = pending
         self._whole: Tensor | None = None
 
-    def arrivals(self, rows: ExpertRows) -> Iterator[RowsOfTokens]:
+    def arrivals(self, rows: ExpertRows, of: Part) -> Iterator[RowsOfTokens]:
         self._whole = self._pending.wait()
         yield rows.all()
 

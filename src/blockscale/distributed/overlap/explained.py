@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import check_name, refuse
 from ...hardware import default_device, gpu_name, named_device
 from ...roofline.ceilings import machine_of
-from ...roofline.overlap import Operation, Prediction, overlap_gain, overlap_machine
+from ...roofline.overlap import OVERLAP_PAYLOADS, Operation, Prediction
 from ..collectives import ranks_of
 from . import decision
 from .choice import OVERLAPS, Overlap, reason_against
+from .decision import Work
 
 # in words, what a call does
 _PATHS = {True: "beside the product", False: "by a collective"}
@@ -75,8 +76,8 @@ def explain(
     known = machine or (machine_of(gpu_name(where)) if where.type == "cuda" else None)
     prediction = None
     if known is not None:
-        sizes = {"tp": ranks.size // ep, "ep": ep, "experts": experts, "topk": topk, "payload": payload}
-        prediction = overlap_gain(op, m, n, k, machine=overlap_machine(known), **sizes)  # pyright: ignore[reportArgumentType]
+        check_name(payload, OVERLAP_PAYLOADS, "payload")
+        prediction = decision.predict(known, ranks.size, Work(op, m, n, k, payload, experts, topk), ep=ep)
     against = reason_against(where, ranks)
     if overlap == "off":
         reason = 'as overlap="off" asks for'

@@ -19,8 +19,10 @@ them, are on the main stream; a part is sent on the side stream, after what the 
 part of n + 2 is sent after the waits of n + 1, and a part of n + 1 after the reads of n.
 
 In a CUDA graph the number of a call is counted on the GPU, since a replay repeats what the host has enqueued. The host
-sees no replay, so slots do not alternate: from the first capture on, every call begins with a meeting of all ranks on
-their main streams, after which no rank reads rows of the calls before.
+sees no replay, so slots do not alternate: from the first capture on, graphs have one slot and calls between them the
+other, and every call begins with a meeting of all ranks on their main streams. The main stream of a rank comes to a
+meeting behind its copies and reads of all calls before in the same slot, so after it the slot is free. Copies of calls
+between graphs may still run when a graph is replayed, since they are in the other slot.
 
 No wait is for work that is enqueued after a wait of the same call, so ranks cannot wait for one another in a circle,
 also if one stream holds up the other.
@@ -40,8 +42,10 @@ from torch import Tensor
 
 from ...errors import ShardingError, refuse
 from ...library import empty
+from ...roofline.ceilings import machine_of
 from ..collectives import Ranks
 from .arena import ANY, SLOTS, digest_of
+from .chunks import Part, chunks
 from .transport import Arena, transport_of
 
 _SMALLEST = 1 << 16
@@ -59,7 +63,8 @@ class Link:
     def __init__(self, group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
         self._group, self.rank, self.ranks = weakref.ref(group), group.rank(), group.size()
         self._transport = transport_of(device)
-        self.side, self.poison = self._transport.side, self._transport.poison
+        self._gpu = machine_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.side = self._transport.side
         self.layers = self.gathers = self.sums = 0
         self._untaken: set[int] = set()  # gathers whose copies the main stream does not wait for yet
         self._open: Summation | None = None
@@ -99,6 +104,10 @@ class Link:
             self._machines.append(name if all(maps) else None)
         return self._machines[0]
 
+    def sum_parts(self, parts: Tensor, own: Tensor) -> Tensor:
+        """Sum over ranks of parts [ranks, rows, N], with this rank's own; see `Transport.sum_parts`."""
+        return self._transport.sum_parts(parts, own, self.rank)
+
     def check(self) -> None:
         """Raise the error of a wait that failed on the GPU; later calls raise it by themselves. No sync."""
         self._transport.check(self._alive())
@@ -112,13 +121,23 @@ class Link:
         """The other ranks in the order in which this rank exchanges rows with them."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
+    def chunks(self, part: Part) -> Sequence[int]:
+        """Numbers of ranks whose rows share a product; none, so that each has its own, where the model has no machine.
+        Ranks may differ: they send and get the same."""
+        return () if self._gpu is None else chunks(self._gpu, None, self.ranks, part)
+
     def arena(self, kind: str, size: int, call: int) -> Arena:
         """The arena of a kind of call, with room for two slots of this size. It grows on all ranks in the same call."""
         found = self._arenas.get(kind)
         if found is None or found.size < SLOTS * size:
             room = max(_SMALLEST, 1 << (SLOTS * size - 1).bit_length())
             found = self._arenas[kind] = self._transport.arena(self._alive(), room, call)
-        return self._transport.enter(found)
+        return found
+
+    def enter(self, kind: str, size: int, call: int) -> tuple[Arena, int]:
+        """The arena of a call that begins, and the first byte of its slot, which has room for `size` bytes."""
+        arena, slot = self._transport.enter(self.arena(kind, size, call))
+        return arena, arena.size // SLOTS * (slot_of(call) if slot is None else slot)
 
     def gather(self, pieces: Sequence[Tensor], runs: int = 1, layer: int = 0) -> Gathering:
         """Start to gather tensors [rows, N] of this rank, equal in shape on all ranks.  runs: of a rank's rows, between
@@ -185,6 +204,10 @@ class LayerLink:
         """Number of ranks."""
         return self.link.ranks
 
+    def chunks(self, part: Part) -> Sequence[int]:
+        """As `Link.chunks`."""
+        return self.link.chunks(part)
+
     def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> Gathering:
         """As `Link.gather`."""
         return self.link.gather(pieces, runs, self.number)
@@ -200,7 +223,7 @@ class Gathering:
     def __init__(self, link: Link, pieces: list[Tensor], runs: int, call: int, layer: int) -> None:
         self.link, self.runs, self.call, self.rows = link, runs, call, pieces[0].shape[0]
         self._sizes = [piece.numel() * piece.element_size() for piece in pieces]
-        self._arena = link.arena("gather", sum(self._sizes), call)
+        self._arena, self._start = link.enter("gather", sum(self._sizes), call)
         self._digest = digest_of(("gather", call, layer, runs, *(tuple(piece.shape) for piece in pieces), *self._sizes))
         self.whole = [empty((link.ranks * self.rows, *piece.shape[1:]), piece.dtype, piece.device) for piece in pieces]
         for piece, staged in zip(pieces, self._slot(link.rank), strict=True):
@@ -243,8 +266,7 @@ class Gathering:
 
     def _slot(self, rank: int) -> Sequence[Tensor]:
         """Bytes of each piece in the memory of a rank."""
-        start = self._arena.size // SLOTS * slot_of(self.call)
-        return self._arena.data[rank][start : start + sum(self._sizes)].split(self._sizes)
+        return self._arena.data[rank][self._start : self._start + sum(self._sizes)].split(self._sizes)
 
 
 class Summation:
@@ -253,7 +275,7 @@ class Summation:
     def __init__(self, link: Link, shape: tuple[int, int], dtype: torch.dtype, call: int, layer: int) -> None:
         self.link, self.shape, self.dtype, self.call = link, shape, dtype, call
         self._size = shape[0] * shape[1] * dtype.itemsize
-        self._arena = link.arena("sum", link.ranks * self._size, call)
+        self._arena, self._start = link.enter("sum", link.ranks * self._size, call)
         self._digest = digest_of(("sum", call, layer, shape, dtype))
         self._own: Tensor | None = None
         self._copies: list[Any] = []
@@ -277,16 +299,12 @@ class Summation:
         assert not self._given_up, "a sum that another one has followed"
         for copy in self._copies:  # they wait for no rank, and an error of theirs is the first to tell
             self.link.side.join(copy)
-        total: Tensor | None = None
         for rank in range(self.link.ranks):
             if rank != self.link.rank:
                 self._wait_arrived(rank)
-            part = self._own if rank == self.link.rank else self._slot(self.link.rank, rank)
-            # memory of its own: the slot is written again two calls later
-            total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
+        total = self.link.sum_parts(self._slots(self.link.rank), self._own.contiguous())
         self.link.close(self)
-        assert total is not None
-        return torch.add(total, self.link.poison, out=empty(total.shape, self.dtype, total.device))
+        return total
 
     def give_up(self) -> None:
         """End a sum that an error has left unfinished: its parts are not read any more, but ranks wait for each other
@@ -303,7 +321,7 @@ class Summation:
 
     def _store(self, rank: int, part: Tensor) -> None:
         """Copy a part into the memory of its owner and tell it, on the side stream."""
-        self._slot(rank, self.link.rank).copy_(part)
+        self._slots(rank)[self.link.rank].copy_(part)
         self._arena.signal([rank], self.call, self._digest)
         self._sent.add(rank)
 
@@ -311,10 +329,10 @@ class Summation:
         """Wait until the part of a rank is here."""
         self._arena.wait(rank, self.call, self._digest)
 
-    def _slot(self, owner: int, source: int) -> Tensor:
-        """Where the part of a source lies in the memory of an owner."""
-        start = self._arena.size // SLOTS * slot_of(self.call) + source * self._size
-        return self._arena.data[owner][start : start + self._size].view(self.dtype).view(self.shape)
+    def _slots(self, owner: int) -> Tensor:
+        """Where parts [ranks, rows, N] lie in the memory of their owner."""
+        start, ranks = self._start, self.link.ranks
+        return self._arena.data[owner][start : start + ranks * self._size].view(self.dtype).view(ranks, *self.shape)
 
 
 def _group_of(ranks: Ranks) -> dist.ProcessGroup:
@@ -322,7 +340,8 @@ def _group_of(ranks: Ranks) -> dist.ProcessGroup:
 
 
 def slot_of(call: int) -> int:
-    """Which of the two slots a call uses. They are the halves of an arena, whatever the sizes of the calls are."""
+    """Which of the two slots a call uses before the first capture of a CUDA graph. They are the halves of an arena,
+    whatever the sizes of the calls are."""
     return call % SLOTS
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ...autograd.operands import matrix
-from ...formats.layout import shorten
-from ...formats.tensor import BlockScaled
+from ...formats.layout import scale_buffer_shape, scale_view, shorten
+from ...formats.tensor import BlockScaled, rows_of
 from ...library import empty
 from ..collectives import Tokens, padded_codes
+from .chunks import Part
 from .link import spans_of
 
 # a product of an operand's rows, or of values without one, into rows that are given or new
@@ -63,6 +64,10 @@ class RowsLink(Protocol):
         """Number of ranks."""
         ...
 
+    def chunks(self, part: Part) -> Sequence[int]:
+        """Numbers of ranks whose rows share a product, in the order of arrival of a gather; after them one by one."""
+        ...
+
     def gather(self, pieces: Sequence[Tensor], runs: int = 1) -> GatherInProgress:
         """Start to gather this rank's rows."""
         ...
@@ -83,6 +88,7 @@ class PendingRows(NamedTuple):
     """Rows [rows, K] of each rank on their way to all.  piece: operand of this rank, with plain scales; None if values
     travel."""
 
+    link: RowsLink
     gathering: GatherInProgress
     piece: BlockScaled | None
 
@@ -90,9 +96,9 @@ class PendingRows(NamedTuple):
     def start(cls, q: BlockScaled | None, x: Tensor, dtype: torch.dtype, runs: int, link: RowsLink) -> PendingRows:
         """Start to gather a row operand, or without one the values of x in this dtype.  runs: of a rank's rows."""
         if q is None:
-            return cls(link.gather([matrix(x).to(dtype)], runs), None)
+            return cls(link, link.gather([matrix(x).to(dtype)], runs), None)
         codes, scales = q.operand.data.view(torch.uint8), q.operand.scale.view(torch.uint8)
-        return cls(link.gather([padded_codes(codes), scales], runs), q.operand)
+        return cls(link, link.gather([padded_codes(codes), scales], runs), q.operand)
 
     def wait(self, layout: str | None) -> tuple[BlockScaled | None, Tensor | None]:
         """The operand of all rows with its scales in this layout, or their values."""
@@ -101,18 +107,24 @@ class PendingRows(NamedTuple):
         return self._of(self.gathering.whole, layout)
 
     def multiply(
-        self, products: Sequence[Times], layout: str | None, dtype: torch.dtype, groups: Sequence[int] = ()
+        self, products: Sequence[Times], layout: str | None, dtype: torch.dtype
     ) -> tuple[list[Tensor], BlockScaled | None, Tensor | None]:
-        """Products of all rows, each [M, columns] in this dtype, of a rank's rows when they are there; and the rows.
-        groups: numbers of ranks whose rows share a product, in the order of arrival; after them one by one."""
+        """Products of all rows, each [M, columns] in this dtype, of the rows of one rank or more when they are there;
+        and the rows."""
         whole = self.gathering.whole
         results = [empty((whole[0].shape[0], each.columns), dtype, whole[0].device) for each in products]
-        for ranks in in_groups(self.gathering.arrivals(), groups):
+        arrived = None if self.piece is None else ArrivedRows(self.piece, whole[0], whole[1], layout)
+        rows = whole[0].shape[0] // self.link.ranks
+        features = whole[0].shape[1] if self.piece is None else self.piece.shape[-1]
+        sent = sum(each.nbytes for each in whole) // self.link.ranks
+        columns = sum(each.columns for each in products)
+        part = Part(rows, columns, features, sent, self.piece is not None)
+        for ranks in in_groups(self.gathering.arrivals(), self.link.chunks(part)):
             for span in merged(span for rank in ranks for span in self.gathering.spans(rank)):
-                operand, values = self._of([each[span] for each in whole], layout)
+                operand, values = (None, whole[0][span]) if arrived is None else (arrived.take(span), None)
                 for y, each in zip(results, products, strict=True):
                     each.product(operand, values, y[span])
-        return results, *self._of(whole, layout)
+        return (results, None, whole[0]) if arrived is None else (results, arrived.all(), None)
 
     def _of(self, parts: list[Tensor], layout: str | None) -> tuple[BlockScaled | None, Tensor | None]:
         """Gathered bytes as an operand, or as values."""
@@ -120,6 +132,32 @@ class PendingRows(NamedTuple):
             return None, parts[0]
         assert layout is not None
         return with_rows(self.piece, *parts).with_layout(layout), None
+
+
+class ArrivedRows:
+    """Operand of gathered rows, whose scales are converted to the layout of the product as they arrive."""
+
+    def __init__(self, piece: BlockScaled, data: Tensor, scale: Tensor, layout: str | None) -> None:
+        assert layout is not None
+        self._plain, self._layout = with_rows(piece, data, scale), layout
+        self._made: BlockScaled | None = None
+        rows, features = self._plain.shape
+        if layout == "mn_major" and rows % 4 == 0:
+            spec = piece.spec
+            buffer = empty(scale_buffer_shape(spec, rows, features, layout), spec.scale_dtype, data.device)
+            view = scale_view(spec, buffer, rows, features, layout)
+            self._made = replace(self._plain, scale=view, scale_layout=layout)
+
+    def take(self, span: slice) -> BlockScaled:
+        """Rows that have arrived."""
+        if self._made is None:
+            return rows_of(self._plain, span).with_layout(self._layout)
+        self._made.scale[span].copy_(self._plain.scale[span])
+        return rows_of(self._made, span)
+
+    def all(self) -> BlockScaled:
+        """All rows, each of which has been taken."""
+        return self._plain.with_layout(self._layout) if self._made is None else self._made
 
 
 def with_rows(q: BlockScaled, data: Tensor, scale: Tensor) -> BlockScaled:
@@ -162,12 +200,12 @@ def sum_in_groups(
     columns: int,
     dtype: torch.dtype,
     part: Callable[[slice], Tensor],
-    groups: Sequence[int] = (),
+    of: Part,
 ) -> PendingSummation:
     """Start the sum over ranks of rows [M, columns], the rows of the other ranks first.  part: makes this rank's part
-    of the rows of a span.  tokens, groups: see `sum_of_products`."""
+    of the rows of a span.  tokens: see `sum_of_products`.  of: the product of a rank's rows."""
     summation = link.sum((tokens.outer * tokens.inner, columns), dtype)
-    for ranks in in_groups(summation.destinations(), groups):
+    for ranks in in_groups(summation.destinations(), link.chunks(of)[::-1]):
         spans = {rank: spans_of(rank, link.ranks, *tokens) for rank in ranks}
         made = [(span, part(span)) for span in merged(span for each in spans.values() for span in each)]
         for rank, theirs in spans.items():
@@ -183,21 +221,18 @@ def sum_of_products(
     q: BlockScaled | None,
     values: Tensor | None,
     dtype: torch.dtype,
-    groups: Sequence[int] = (),
 ) -> PendingSummation:
     """Start the sum over ranks of a product of all rows [M, columns], the rows of the other ranks first.  tokens: rows
-    of a rank.  q: operand of the rows.  values: the rows, needed without one.  groups: numbers of ranks whose rows
-    share a product, in the order of destinations; after them one by one."""
-    layout, plain = None if q is None else q.scale_layout, None if q is None else q.with_layout("plain")
+    of a rank.  q: operand of the rows.  values: the rows, needed without one."""
 
     def product(span: slice) -> Tensor:
-        operand = None
-        if plain is not None:
-            assert layout is not None
-            operand = with_rows(plain, plain.data[span], plain.scale[span]).with_layout(layout)
-        return times.product(operand, None if values is None else values[span], None)
+        return times.product(None if q is None else rows_of(q, span), None if values is None else values[span], None)
 
-    return sum_in_groups(link, tokens, times.columns, dtype, product, groups)
+    rows = values if q is None else q
+    assert rows is not None
+    count, features = tokens.outer * tokens.inner, rows.shape[-1]
+    part = Part(count, times.columns, features, count * times.columns * dtype.itemsize, q is not None)
+    return sum_in_groups(link, tokens, times.columns, dtype, product, part)
 
 
 def _cut(made: Sequence[tuple[slice, Tensor]], span: slice) -> Tensor:

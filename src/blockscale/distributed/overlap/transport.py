@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arena import SharedArena
+from .arena import SLOTS, SharedArena
 from .side import CopyThread
+
+# slots from the first capture of a CUDA graph on
+BETWEEN_GRAPHS, IN_GRAPHS = range(SLOTS)
 
 
 class Arena(Protocol):
@@ -44,11 +47,9 @@ class Side(Protocol):
 
 
 class Transport(Protocol):
-    """Arenas and the side stream of a link.  poison: fp32, added to sums: -0.0, which changes no bit, or NaN after a
-    wait that failed and that the host has not seen."""
+    """Arenas, the side stream and the sums of a link."""
 
     side: Side
-    poison: Tensor
 
     def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
         """A new arena, made by all ranks.  call: the first one that uses it."""
@@ -62,8 +63,15 @@ class Transport(Protocol):
         """Whether calls are captured in a CUDA graph."""
         ...
 
-    def enter(self, arena: Arena) -> Arena:
-        """The arena as a call uses it that begins: one of a captured graph has its number from the GPU."""
+    def enter(self, arena: Arena) -> tuple[Arena, int | None]:
+        """The arena as a call uses it that begins, and the call's slot; None before the first capture of a CUDA graph,
+        when slots alternate. A call of a graph has its number from the GPU."""
+        ...
+
+    def sum_parts(self, parts: Tensor, own: Tensor, rank: int) -> Tensor:
+        """Sum over ranks [rows, N] of parts [ranks, rows, N] in the order of ranks, in fp32, rounded once; NaN after a
+        wait that failed and that the host has not seen.  own: in place of this rank's part. The sum is memory of its
+        own: parts are written again two calls later."""
         ...
 
     def check(self, group: dist.ProcessGroup) -> None:
@@ -80,8 +88,6 @@ class HostTransport:
 
     def __init__(self) -> None:
         self.side: Side = CopyThread()
-        with torch.inference_mode(False):
-            self.poison = torch.tensor(-0.0)
 
     def arena(self, group: dist.ProcessGroup, size: int, call: int) -> Arena:
         return SharedArena(group, size, call)
@@ -92,8 +98,11 @@ class HostTransport:
     def is_capturing(self) -> bool:
         return False
 
-    def enter(self, arena: Arena) -> Arena:
-        return arena
+    def enter(self, arena: Arena) -> tuple[Arena, int | None]:
+        return arena, None
+
+    def sum_parts(self, parts: Tensor, own: Tensor, rank: int) -> Tensor:
+        return add_parts(parts, own, rank)
 
     def check(self, group: dist.ProcessGroup) -> None:
         """Errors have been raised."""
@@ -101,6 +110,16 @@ class HostTransport:
     def machine(self, group: dist.ProcessGroup) -> str | None:
         """The model has no CPUs."""
         return None
+
+
+def add_parts(parts: Tensor, own: Tensor, rank: int) -> Tensor:
+    """`Transport.sum_parts`, a part after the other."""
+    total: Tensor | None = None
+    for source, part in enumerate(parts):
+        part = own if source == rank else part
+        total = part.to(torch.float32, copy=True) if total is None else total.add_(part)
+    assert total is not None
+    return total.to(parts.dtype)
 
 
 def transport_of(device: torch.device) -> Transport:
