@@ -14,6 +14,9 @@ PY := .venv/bin/python
 NEXT := .venv-next/bin/python
 # Expanded after the set-up. A machine without network may lack xdist, and then the tests run one by one.
 PARALLEL = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
+# Once in some full runs a rank dies of SIGSEGV in a thread of gloo (docs/design/distributed.md). Its test then runs once
+# more; the closing lines name it.
+RERUN = $(shell $(PY) -c "import pytest_rerunfailures" 2>/dev/null && echo "--reruns 1 --only-rerun='terminated with signal SIGSEGV' -rsR")
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-next demo doctor test test-all test-next test-gpu sanitize aot sass bench report convergence lint format clean
@@ -41,10 +44,10 @@ doctor: setup ## say what runs on this machine, and check that it is right
 # One thread per worker: the workers already keep every core busy. Compiled modules are kept whatever the environment says:
 # without them every worker rewrites the asserts of all tests, ten seconds, and every program that a test starts compiles the library.
 test: setup ## run the tests, one worker per core
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --durations=25 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(RERUN) --durations=25 $(ARGS)
 
 test-all: setup ## run every variant of every test that needs no GPU, also those that `make test` has one of
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --all $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(RERUN) --all $(ARGS)
 
 # The newest triton may be newer than any torch asks for: what it changes is better seen here than by a user.
 setup-next: # make .venv-next: the same torch, the newest triton
