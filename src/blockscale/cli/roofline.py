@@ -1,5 +1,6 @@
 """`blockscale roofline`: roofline times of a model's layers in bf16 and by recipe, and measured times beside them;
-models of several GPUs (`roofline_ranks.py`) and of overlapped communication (`roofline_overlap.py`)."""
+models of several GPUs (`roofline_ranks.py`), of overlapped communication (`roofline_overlap.py`) and of inference
+(`roofline_inference.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import check_name
 from ..names import LINKS, MACHINES
-from . import arguments, roofline_overlap, roofline_ranks
+from . import arguments, roofline_inference, roofline_overlap, roofline_ranks
 from .options import parse_words
 
 if TYPE_CHECKING:
@@ -27,9 +28,11 @@ DEFAULT_MACHINE, DEFAULT_LINK = "h200", "nvlink4"
 
 
 def main(words: list[str]) -> int:
-    """Parse the options, which are others for overlap, and run it."""
+    """Parse the options, which are others for overlap and inference, and run it."""
     if words[:1] == ["overlap"]:
         return parse_words(roofline_overlap.run, "roofline overlap", words[1:])
+    if words[:1] == ["inference"]:
+        return parse_words(roofline_inference.run, "roofline inference", words[1:])
     return parse_words(run, "roofline", words)
 
 
@@ -58,8 +61,9 @@ def run(
     Args:
         what: linear: each layer by itself. mlp: the gated MLPs among them, with the activation fused into casts.
             experts: the gated MLPs of a mixture of experts, with the casts of all their weights. fsdp, tp, ep: a model
-            of a training step on several GPUs, not measured: communication beside compute. overlap, which has options
-            of its own (blockscale roofline overlap --help): communication hidden behind a product.
+            of a training step on several GPUs, not measured: communication beside compute. overlap and inference have
+            options of their own (blockscale roofline overlap --help): communication hidden behind a product; a
+            decoding step and a prefill.
         model: A model by name, such as deepseek-v3 (the default) or llama3-8b.
         shapes: The layers instead of a model, each N,K: out and in features of a weight, separated by spaces or ;
         tokens: Tokens per forward.
