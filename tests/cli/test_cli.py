@@ -110,6 +110,13 @@ def test_explain_for_a_gpu_not_on_this_machine(capsys: pytest.CaptureFixture[str
         assert backend in taken
 
 
+@pytest.mark.parametrize("operation", ["gemm", "m_grouped"])
+def test_explain_knows_plain_left_operands(operation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for plain in ("bf16", "fp16", "fp32"):
+        assert main(["explain", operation, "--a", plain, "--b", "mxfp4", "--device", "sm_90"]) == 0
+        assert f"{operation} {plain} @ mxfp4" in capsys.readouterr().out
+
+
 def test_explain_shows_configuration_prediction_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("blockscale.gemm._hopper", reason="needs a triton with Gluon")
     assert main(["explain", "gemm", "--a", "fp8_1x128", "--m", "8192", "--n", "8192", "--device", "sm_90"]) == 0
