@@ -53,7 +53,8 @@ def formats_of(op: str) -> list[tuple[str, ...]]:
         return list(itertools.product(FORMATS, FORMATS))
     if op in MOVES:
         return [()]
-    one_sided = dict.fromkeys(("gemm", "m_grouped"), [*PAIRS, *WEIGHT_ONLY_PAIRS])
+    either = [*PAIRS, *WEIGHT_ONLY_PAIRS]
+    one_sided = {"gemm": either, "m_grouped": either}
     return list(one_sided.get(op, [pair for pair in PAIRS if set(pair) <= set(ONE_D)]))
 
 

@@ -79,7 +79,7 @@ def test_doctor_json_describes_this_machine(capsys: pytest.CaptureFixture[str]) 
     assert report["ok"]
     assert all(check["passed"] for check in report["checks"])
     choices = {(row["operation"], row["format"]): row["backend"] for row in report["choices"]}
-    assert {name for _, name in choices} == {*FORMATS, "any"}
+    assert {name for _, name in choices} == {*FORMATS, *(f"bf16 @ {name}" for name in FORMATS), "any"}
     assert choices["permute", "mxfp4"] == choices["swiglu_both", "nvfp4"] == "reference"
     assert choices["gemm", "mxfp8_e4m3"] == "torch"
     assert choices["gemm", "fp8_1x128"] == "reference"
