@@ -22,6 +22,8 @@ FORMAT_NAMES = tuple(name for names in FORMATS.values() for name in names)
 LEGAL_PAIRS = frozenset(
     (a, b) for names in FORMATS.values() for a in names for b in names if (a, b) != ("fp8_128x128", "fp8_128x128")
 )
+# left operands of weight-only products, by dtype
+PLAIN_NAMES = ("bf16", "fp16", "fp32")
 
 RECIPES = (
     "bf16", "fp8_blockwise", "fp8_blockwise_pow2", "mxfp8", "mxfp8_128x128", "mxfp8_wgrad_bf16", "mxfp6", "mxfp4",

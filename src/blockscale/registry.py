@@ -47,7 +47,8 @@ F = TypeVar("F", bound=Callable[..., object])
 class Request:
     """One problem: the key that kernels are selected by.
 
-    formats: one name for a cast, a pair for a product, none for a move of rows.  shape: (rows, length) of a cast or a
+    formats: one name for a cast, a pair for a product (a plain left operand is bf16, fp16 or fp32), none for a move of
+    rows.  shape: (rows, length) of a cast or a
     move, (M, N, K) of a product, (M, N, K, G) of a grouped product.  dtype: input of a cast, output otherwise.
     layouts: scale layouts of the operands.  options: features of the call, such as "bias", "accumulate", "stochastic",
     "hadamard", "offs", "starts".

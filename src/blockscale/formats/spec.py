@@ -13,6 +13,7 @@ import torch
 
 from ..errors import check_name, refuse
 from ..names import LEGAL_PAIRS as LEGAL_PAIRS
+from ..names import PLAIN_NAMES
 from ..names import check_pair as check_pair
 
 
@@ -195,6 +196,11 @@ def check_layout(spec: Format, layout: str) -> None:
 
 # a code times its block scale is exact in bf16 (docs/numerics.md), which FP8 with fp32 scales is not
 BF16_EXACT_PAIRS = tuple(sorted(pair for pair in LEGAL_PAIRS if FORMATS[pair[0]].family != "fp8"))
+
+
+# what a weight-only product takes as its left operand, and the pairs that its kernels are registered with
+PLAIN_DTYPES = dict(zip(PLAIN_NAMES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+WEIGHT_ONLY_PAIRS = tuple((plain, name) for plain in PLAIN_NAMES for name in FORMATS)
 
 
 def partners_of(name: str) -> list[str]:

@@ -17,33 +17,39 @@ from .ops import apply_tensor_scales, finish
 
 
 @kernel("gemm", "reference", devices=(), priority=-100)
-def scaled_mm(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+def scaled_mm(a: Tensor | BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
     """exact torch reference, fp32 promotion per block"""
     finish(block_product(a, b), out, bias, accumulate=accumulate)
 
 
-def block_product(a: BlockScaled, b: BlockScaled) -> Tensor:
+def block_product(a: Tensor | BlockScaled, b: BlockScaled) -> Tensor:
     """a [M, K] @ b [N, K].mT -> fp32 [M, N], promoted block by block, tensor scales applied last."""
-    codes_a, codes_b = decode_codes(a).double(), decode_codes(b).double()
-    step = a.spec.granule
-    scales_a, scales_b = _every_scale(a)[:, ::step], _every_scale(b)[:, ::step]
-    acc = torch.zeros(a.rows, b.rows, dtype=torch.float32, device=a.device)
-    for block in range(scales_a.shape[1]):
+    plain = isinstance(a, Tensor)
+    codes_a, codes_b = (a if plain else decode_codes(a)).double(), decode_codes(b).double()
+    step = b.spec.granule
+    scales_b = _every_scale(b)[:, ::step]
+    scales_a = scales_b.new_ones(1, scales_b.shape[1]) if plain else _every_scale(a)[:, ::step]
+    acc = torch.zeros(codes_a.shape[0], b.rows, dtype=torch.float32, device=b.device)
+    for block in range(scales_b.shape[1]):
         span = slice(block * step, (block + 1) * step)
         partial = (codes_a[:, span] @ codes_b[:, span].mT).float()
-        factor = _factor(scales_a[:, block], scales_b[:, block], rounded=a.spec.family == "fp8")
+        factor = _factor(scales_a[:, block], scales_b[:, block], rounded=b.spec.family == "fp8")
         acc = _fma(partial, factor, acc)
-    return apply_tensor_scales(acc, a, b)
+    return apply_tensor_scales(acc, *([b] if plain else [a, b]))
 
 
-def exact_product(a: BlockScaled, b: BlockScaled) -> Tensor:
+def exact_product(a: Tensor | BlockScaled, b: BlockScaled) -> Tensor:
     """The same GEMM in fp64, [M, N]. NaN scales give NaN."""
-    values: list[Tensor] = []
-    for operand in (a, b):
-        scale = _every_scale(operand).double()
-        value = torch.where(scale.isnan(), torch.nan, decode_codes(operand).double() * scale)
-        values.append(value if operand.global_scale is None else value * operand.global_scale.double())
-    return values[0] @ values[1].mT
+    return _exact_values(a) @ _exact_values(b).mT
+
+
+def _exact_values(operand: Tensor | BlockScaled) -> Tensor:
+    """Decoded operand, fp64 [rows, K]."""
+    if isinstance(operand, Tensor):
+        return operand.double()
+    scale = _every_scale(operand).double()
+    value = torch.where(scale.isnan(), torch.nan, decode_codes(operand).double() * scale)
+    return value if operand.global_scale is None else value * operand.global_scale.double()
 
 
 def _every_scale(operand: BlockScaled) -> Tensor:

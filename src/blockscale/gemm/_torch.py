@@ -2,24 +2,28 @@
 
 FP8 blockwise on sm_90 and MXFP8, MXFP4 and NVFP4 on sm_100 call `F.scaled_mm`. Everywhere else a code times its block
 scale is exact in bf16 (scale bytes 0A to EF; see docs/numerics.md), so MX and NVFP4 are an ordinary bf16 GEMM of
-exact operands with fp32 accumulation. FP8 with fp32 scales is not exact in bf16 and has no such kernel.
+exact operands with fp32 accumulation. FP8 with fp32 scales is not exact in bf16 and has no such kernel. Weight-only
+GEMMs decode the weight to bf16 where that is exact and the left operand is bf16, else to fp32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..formats.decoding import decode_blocks
-from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, LEGAL_PAIRS
+from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, LEGAL_PAIRS, WEIGHT_ONLY_PAIRS
 from ..formats.tensor import BlockScaled
 from ..library import empty
 from ..registry import Request, kernel
-from .ops import apply_tensor_scales, exact_bf16, finish, reject_fp8_of_vendor
+from .ops import apply_tensor_scales, decoded, exact_bf16, finish, reject_fp8_of_vendor
 
 try:
     from ._finish import finish_at_once
@@ -155,13 +159,41 @@ def scaled_mm_upcast(a: BlockScaled, b: BlockScaled, out: Tensor, *, bias: Tenso
         product = apply_tensor_scales(decode_blocks(a) @ decode_blocks(b).mT, a, b)
         return finish(product, out, bias, accumulate=accumulate)
     x, y = exact_bf16(a), exact_bf16(b).mT
-    if not accumulate and bias is None and a.global_scale is None and out.is_contiguous():
-        if out.dtype == torch.float32:
-            torch.ops.aten.mm.dtype_out(x, y, torch.float32, out=out)
-            return None
-        if out.dtype == torch.bfloat16:
-            return _rounded_mm(x, y, out)
+    if not accumulate and bias is None and a.global_scale is None and _write_bf16_mm(x, y, out):
+        return None
     return _finish(torch.mm(x, y, out_dtype=torch.float32), a, b, out, bias, accumulate=accumulate)
+
+
+def _write_bf16_mm(x: Tensor, y: Tensor, out: Tensor) -> bool:
+    """bf16 GEMM with fp32 accumulation into `out`; False, and nothing written, if the library has none for it."""
+    if not out.is_contiguous() or out.dtype == torch.float16:
+        return False
+    if out.dtype == torch.float32:
+        torch.ops.aten.mm.dtype_out(x, y, torch.float32, out=out)
+    else:
+        _rounded_mm(x, y, out)
+    return True
+
+
+@kernel("gemm", "torch", devices=("cpu", "cuda"), formats=WEIGHT_ONLY_PAIRS, priority=10)
+def weight_only_mm(x: Tensor, w: BlockScaled, out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+    """weight decoded, then the vendor library's GEMM: in bf16 if both are exact there, else in fp32"""
+    assert not accumulate
+    if not out.is_cuda:
+        return finish(decoded_product(x, w), out, bias, accumulate=False)
+    if x.dtype == torch.bfloat16 and w.spec.family != "fp8":
+        y = exact_bf16(w).mT
+        if bias is None and w.global_scale is None and _write_bf16_mm(x, y, out):
+            return None
+        product = torch.mm(x, y, out_dtype=torch.float32)
+    else:
+        product = _fp32_mm(x.float(), decoded(w, torch.float32).mT)
+    return finish(apply_tensor_scales(product, w), out, bias, accumulate=False)
+
+
+def decoded_product(x: Tensor, w: BlockScaled) -> Tensor:
+    """x [M, K] @ w [N, K].mT on a CPU: fp32 [M, N]."""
+    return apply_tensor_scales(_fp32_mm(x.float(), decode_blocks(w).mT), w)
 
 
 def _finish(
@@ -174,7 +206,28 @@ def _finish(
     return finish_at_once(product, out, bias, accumulate=accumulate, scales=scales)
 
 
+def _fp32_mm(x: Tensor, y: Tensor) -> Tensor:
+    """fp32 GEMM in IEEE arithmetic, even if the user allows TF32 or bf16 for fp32 operands."""
+    backend = torch.backends.cuda if x.is_cuda else torch.backends.mkldnn
+    with _ieee(backend.matmul):  # pyright: ignore[reportAttributeAccessIssue]
+        return x @ y
+
+
 _SETTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _ieee(backend: Any) -> Generator[None]:
+    """Context without reduced precision of fp32 GEMMs; the lock as in `_rounded_mm`."""
+    if backend.fp32_precision in ("none", "ieee"):
+        yield
+        return
+    with _SETTING:
+        before, backend.fp32_precision = backend.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            backend.fp32_precision = before
 
 
 def _rounded_mm(x: Tensor, y: Tensor, out: Tensor) -> None:

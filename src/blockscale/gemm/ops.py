@@ -16,7 +16,7 @@ from ..casts.ops import dequantize_request
 from ..errors import AxisError, DeviceError, DtypeError, ShapeError, refuse
 from ..formats.checks import in_words, is_dense, overlaps
 from ..formats.layout import cuts_length, cuts_rows
-from ..formats.spec import check_pair
+from ..formats.spec import check_pair, partners_of
 from ..formats.tensor import (
     BlockScaled,
     check_block_scaled,
@@ -170,24 +170,43 @@ def check_dense(a: BlockScaled, b: BlockScaled) -> None:
     check_operands(a, b, ranks=(2, 2))
     check_contraction(a, b)
     for name, q in (("a", a), ("b", b)):
-        if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
-            rule, fix = "scaled_mm takes operands without groups", "use scaled_grouped_mm with offs"
-            refuse(f"{name} is {q}", rule, fix)
+        check_ungrouped(q, name)
+
+
+def check_ungrouped(q: BlockScaled, name: str) -> None:
+    """Raise if an operand was cast with groups."""
+    if q.group_align or (q.global_scale is not None and q.global_scale.dim()):
+        rule, fix = "scaled_mm takes operands without groups", "use scaled_grouped_mm with offs"
+        refuse(f"{name} is {q}", rule, fix)
 
 
 def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) -> None:
     """Raise unless both are sound operands of these ranks, a legal pair, on one device, scaled axis last."""
-    for name, q, rank, partner in (("a", a, ranks[0], b), ("b", b, ranks[1], a)):
-        check_is_block_scaled(q, name, "a product", partner)
-        check_block_scaled(q, name)
-        if len(q.shape) != rank:
-            rule, fix = f"this operand has rank {rank}", "reshape before the cast"
-            refuse(f"{name} has shape {tuple(q.shape)}", rule, fix, error=ShapeError)
-        if q.axis != -1:
-            rule = "a product contracts the last axis of both operands, and blocks must run along it"
-            fix = f"pass {name}.mT, or cast with axis=-1"
-            refuse(f"{name} {tuple(q.shape)} is scaled along axis {q.axis}", rule, fix, error=AxisError)
+    check_operand(a, "a", ranks[0], b)
+    if isinstance(b, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        rule = "the left operand alone may be a plain tensor: x [M, K] and a weight [N, K] give [M, N]"
+        fix = f"pass the weight second, or cast b: blockscale.quantize(b, {partners_of(a.format)[0]!r})"
+        refuse(f"b is a Tensor {tuple(b.shape)} and a is {a}", rule, fix, error=DtypeError)
+    check_operand(b, "b", ranks[1], a)
     check_pair(a.format, b.format)
+    check_devices(a, b)
+
+
+def check_operand(q: BlockScaled, name: str, rank: int, partner: object = None) -> None:
+    """Raise unless q is a sound operand of this rank, scaled axis last.  partner: the other operand."""
+    check_is_block_scaled(q, name, "a product", partner)
+    check_block_scaled(q, name)
+    if len(q.shape) != rank:
+        rule, fix = f"this operand has rank {rank}", "reshape before the cast"
+        refuse(f"{name} has shape {tuple(q.shape)}", rule, fix, error=ShapeError)
+    if q.axis != -1:
+        rule = "a product contracts the last axis of both operands, and blocks must run along it"
+        fix = f"pass {name}.mT, or cast with axis=-1"
+        refuse(f"{name} {tuple(q.shape)} is scaled along axis {q.axis}", rule, fix, error=AxisError)
+
+
+def check_devices(a: Tensor | BlockScaled, b: BlockScaled) -> None:
+    """Raise unless both operands are on one device."""
     if a.device != b.device:
         refuse(
             f"a is on {a.device}, b on {b.device}",
@@ -199,15 +218,20 @@ def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) ->
 
 def check_contraction(a: BlockScaled, b: BlockScaled) -> None:
     """Raise unless K and the rotations agree."""
+    check_lengths(a, b)
+    if a.hadamard != b.hadamard:
+        rule = "a rotation cancels only when both operands have the same one"
+        fix = "cast both with the same hadamard option"
+        refuse(f"a has Hadamard mask {a.hadamard}, b {b.hadamard}", rule, fix)
+
+
+def check_lengths(a: Tensor | BlockScaled, b: BlockScaled) -> None:
+    """Raise unless both operands have the same K."""
     if a.shape[-1] != b.shape[-1]:
         what = f"a {tuple(a.shape)} and b {tuple(b.shape)} have K = {a.shape[-1]} and {b.shape[-1]}"
         rule = "both operands have K as their last axis: a [M, K], b [N, K]"
         fix = "transpose before the cast, or pass .mT of an operand cast with axis=-2"
         refuse(what, rule, fix, error=ShapeError)
-    if a.hadamard != b.hadamard:
-        rule = "a rotation cancels only when both operands have the same one"
-        fix = "cast both with the same hadamard option"
-        refuse(f"a has Hadamard mask {a.hadamard}, b {b.hadamard}", rule, fix)
 
 
 def check_output(dtype: torch.dtype) -> None:
@@ -256,9 +280,9 @@ def check_bias(bias: Tensor | None, shape: tuple[int, ...], device: torch.device
 # ---- shared by backends --------------------------------------------------------------------------------------------
 
 
-def apply_tensor_scales(product: Tensor, a: BlockScaled, b: BlockScaled) -> Tensor:
-    """Multiply by NVFP4's tensor scales, one after the other: the product of the two underflows for small operands."""
-    for operand in (a, b):
+def apply_tensor_scales(product: Tensor, *operands: BlockScaled) -> Tensor:
+    """Multiply by NVFP4's tensor scales, one after the other: the product of two underflows for small operands."""
+    for operand in operands:
         if operand.global_scale is not None:
             product = product * operand.global_scale
     return product
@@ -276,16 +300,21 @@ def finish(product: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: boo
 
 
 def exact_bf16(operand: BlockScaled) -> Tensor:
-    """Decoded operand, bf16 [..., rows, length]: the values of `decode_blocks`, by the best `dequantize` kernel.
+    """Decoded operand in bf16, which represents a code times its block scale for MX and NVFP4 (docs/numerics.md). For
+    formats without tensor-core support on the device."""
+    return decoded(operand, torch.bfloat16)
 
-    bf16 represents a code times its block scale for MX and NVFP4 (docs/numerics.md). For formats without tensor-core
-    support on the device. Costs one read of the operand and one write of twice to four times its bytes.
+
+def decoded(operand: BlockScaled, dtype: torch.dtype) -> Tensor:
+    """Decoded operand, [..., rows, length]: the values of `decode_blocks`, by the best `dequantize` kernel.
+
+    Costs one read of the operand and one write of a value of `dtype` for each code.
     """
     # tensor scales are applied to the fp32 product, and the rotations of both operands cancel in it
     one = None if operand.global_scale is None else torch.ones((), device=operand.device)
     # rotation pads K, and grouping pads tokens: use the stored length
     shape = (*operand.shape[:-2], operand.rows, operand.length)
     bare = replace(operand, global_scale=one, hadamard=None, shape=shape, group_align=0, groups=0)
-    out = empty(shape, torch.bfloat16, operand.device)
-    select(dequantize_request(bare, torch.bfloat16)).launch(bare, out, offs=None)
+    out = empty(shape, dtype, operand.device)
+    select(dequantize_request(bare, dtype)).launch(bare, out, offs=None)
     return out

@@ -18,11 +18,13 @@ from ..formats.checks import in_words, is_dense
 from ..formats.spec import partners_of
 from ..formats.tensor import BlockScaled
 from ..gemm.ops import check_accumulator, check_bias, check_contraction, check_operands, check_output
+from ..gemm.weight_only import check_no_accumulator, check_weight_only
 from . import _reference as _reference  # registers its kernels
 from . import _torch as _torch
 from . import unquantized as unquantized
 from .ops import multiply_grouped
 from .routing import Routing, as_routing, sort_by_expert
+from .weight_only import weight_only_grouped_mm
 
 with contextlib.suppress(ImportError):  # CPU builds of torch come without triton; nothing needs it
     from . import _blackwell as _blackwell
@@ -36,7 +38,7 @@ __all__ = ["Routing", "as_routing", "check_grouped", "scaled_grouped_mm", "sort_
 
 
 def scaled_grouped_mm(
-    a: BlockScaled,
+    a: Tensor | BlockScaled,
     b: BlockScaled,
     offs: Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -49,6 +51,7 @@ def scaled_grouped_mm(
 
     offs: inclusive end offsets of the groups (int32, on the device), before any padding. k-grouped operands are cast
     with `quantize(x, format, axis=-2, offs=offs)` and passed as `.mT`. Rows after the last group give zero.
+    a: BlockScaled, or, m-grouped, a plain bf16, fp16 or fp32 tensor, which is not rounded, as in `scaled_mm`.
     bias: [E, N], m-grouped only.  accumulate: fp32 or bf16 accumulator; `accumulate += product`, as in `scaled_mm`, and
     it is returned.
     starts: first row of each group (int32, on the device), m-grouped only, for groups that are not contiguous: group g
@@ -69,6 +72,12 @@ def scaled_grouped_mm(
     >>> scaled_grouped_mm(x, w, starts + counts, starts=starts).unflatten(0, (2, 4))[1, 2, 0].item()
     64.0
     """
+    if isinstance(a, Tensor):
+        check_weight_only_grouped(a, b, offs, starts)
+        check_no_accumulator(accumulate)
+        check_output(out_dtype)
+        check_bias(bias, (b.shape[0], b.rows), a.device)
+        return weight_only_grouped_mm(a, b, offs, starts, bias, out_dtype)
     shape = check_grouped(a, b, offs, starts)
     if accumulate is not None:
         check_accumulator(accumulate, bias, shape, a.device)
@@ -100,17 +109,28 @@ def _check_m_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tenso
         refuse(f"a is {a}", rule, fix)
     check_operands(a, b, ranks=(2, 3))
     check_contraction(a, b)
-    check_offs(offs, a.device, 2, required=True)
+    _check_groups(b, offs, starts)
+    check_group_count(a, offs, "a")
+    if a.group_align:
+        refuse(f"a is {a}", "an m-grouped product takes rows as they are", "cast a with axis=-1")
+    return (a.rows, b.rows)
+
+
+def check_weight_only_grouped(x: Tensor, w: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> None:
+    """Raise unless `scaled_grouped_mm` takes these operands, the first a plain tensor."""
+    check_weight_only(x, w, rank=3)
+    _check_groups(w, offs, starts)
+
+
+def _check_groups(b: BlockScaled, offs: Tensor, starts: Tensor | None) -> None:
+    """Raise unless the groups fit the matrices of b."""
+    check_offs(offs, b.device, 2, required=True)
     if offs.shape[0] != b.shape[0]:
         rule = "one group per matrix of b, empty groups included"
         fix = "repeat the previous end for a group without rows"
         refuse(f"{offs.shape[0]} group ends for {b.shape[0]} matrices", rule, fix, error=ShapeError)
     _check_starts(starts, offs)
-    for name, q in (("a", a), ("b", b)):
-        check_group_count(q, offs, name)
-    if a.group_align:
-        refuse(f"a is {a}", "an m-grouped product takes rows as they are", "cast a with axis=-1")
-    return (a.rows, b.rows)
+    check_group_count(b, offs, "b")
 
 
 def _check_starts(starts: Tensor | None, offs: Tensor) -> None:

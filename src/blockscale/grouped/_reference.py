@@ -9,9 +9,6 @@ fp64), slot after slot, the weighted row rounded, then added, and the result rou
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -21,15 +18,17 @@ from ..gemm._reference import block_product, exact_product
 from ..gemm.ops import finish
 from ..registry import kernel
 from .ops import Inputs
+from .slices import group_matrix, group_rows, group_spans, group_tokens
+from .weight_only import WeightOnlyInputs
 
 
 @kernel("m_grouped", "reference", devices=(), priority=-100)
-def m_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
+def m_grouped(inputs: Inputs | WeightOnlyInputs, out: Tensor, *, accumulate: bool) -> None:
     """exact torch reference, group by group"""
     a, b, offs, starts, bias = inputs
     end = 0
-    for group, (start, end) in enumerate(_spans(offs, starts)):
-        product = block_product(_rows(a, group, start, end), _matrix(b, group))
+    for group, (start, end) in enumerate(group_spans(offs, starts)):
+        product = block_product(group_rows(a, group, start, end), group_matrix(b, group))
         finish(product, out[start:end], None if bias is None else bias[group], accumulate=accumulate)
     if starts is None and not accumulate:
         out[end:] = 0
@@ -39,51 +38,22 @@ def m_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
 def k_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
     """exact torch reference, group by group"""
     a, b, offs, _, _ = inputs
-    for group, (start, end) in enumerate(_spans(padded_ends(offs))):
-        product = block_product(_tokens(a, group, start, end), _tokens(b, group, start, end))
+    for group, (start, end) in enumerate(group_spans(padded_ends(offs))):
+        product = block_product(group_tokens(a, group, start, end), group_tokens(b, group, start, end))
         finish(product, out[group], None, accumulate=accumulate)
 
 
-def exact_grouped(a: BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> Tensor:
+def exact_grouped(a: Tensor | BlockScaled, b: BlockScaled, offs: Tensor, starts: Tensor | None = None) -> Tensor:
     """Grouped GEMM in fp64, for tests: [M, N] (m-grouped; rows of no group are zero) or [G, N, K] (k-grouped)."""
     if len(b.shape) == 3:
-        out = torch.zeros(a.rows, b.rows, dtype=torch.float64, device=a.device)
-        for group, (start, end) in enumerate(_spans(offs, starts)):
-            out[start:end] = exact_product(_rows(a, group, start, end), _matrix(b, group))
+        count = a.shape[0] if isinstance(a, Tensor) else a.rows
+        out = torch.zeros(count, b.rows, dtype=torch.float64, device=a.device)
+        for group, (start, end) in enumerate(group_spans(offs, starts)):
+            out[start:end] = exact_product(group_rows(a, group, start, end), group_matrix(b, group))
         return out
-    spans = enumerate(_spans(padded_ends(offs)))
-    return torch.stack([exact_product(_tokens(a, g, lo, hi), _tokens(b, g, lo, hi)) for g, (lo, hi) in spans])
-
-
-def _spans(offs: Tensor, starts: Tensor | None = None) -> list[tuple[int, int]]:
-    """(first, end) of each group; without starts, a group begins where the previous one ends."""
-    ends: list[int] = offs.tolist()
-    return list(pairwise([0, *ends])) if starts is None else list(zip(starts.tolist(), ends, strict=True))
-
-
-def _group_scale(global_scale: Tensor | None, group: int) -> Tensor | None:
-    return global_scale[group] if global_scale is not None and global_scale.dim() else global_scale
-
-
-def _slice(q: BlockScaled, group: int, data: Tensor, scale: Tensor) -> BlockScaled:
-    """Slice of an operand for one group, as an operand with plain scales."""
-    shape = (data.shape[0], min(q.length, data.shape[1] * q.spec.codes_per_byte))
-    part = replace(q, data=data, scale=scale, global_scale=_group_scale(q.global_scale, group))
-    return replace(part, scale_layout="plain", shape=shape, group_align=0, hadamard=None)
-
-
-def _rows(q: BlockScaled, group: int, start: int, end: int) -> BlockScaled:
-    return _slice(q, group, q.data[start:end], q.plain_scale()[start:end])
-
-
-def _matrix(q: BlockScaled, group: int) -> BlockScaled:
-    return _slice(q, group, q.data[group], q.plain_scale()[group])
-
-
-def _tokens(q: BlockScaled, group: int, start: int, end: int) -> BlockScaled:
-    per_byte, block = q.spec.codes_per_byte, q.spec.block[1]
-    data = q.data[:, start // per_byte : end // per_byte]
-    return _slice(q, group, data, q.plain_scale()[:, start // block : end // block])
+    assert isinstance(a, BlockScaled), "k-grouped operands are both block-scaled"
+    spans = enumerate(group_spans(padded_ends(offs)))
+    return torch.stack([exact_product(group_tokens(a, g, lo, hi), group_tokens(b, g, lo, hi)) for g, (lo, hi) in spans])
 
 
 # ---- permute and combine ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Grouped GEMMs through PyTorch: exact upcast, then `F.grouped_mm` with fp32 sums. No host sync.
 
 MX and NVFP4 only: a code times its block scale is exact in bf16 (docs/numerics.md). torch has no grouped GEMM for FP8
-blockwise.
+blockwise. Weight-only GEMMs take every format on a CPU, where they go group by group.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from torch.nn import functional
 
 from ..formats.decoding import decode_blocks
 from ..formats.layout import locate, padded_ends
-from ..formats.spec import BF16_EXACT_PAIRS, FORMATS
+from ..formats.spec import BF16_EXACT_PAIRS, FORMATS, WEIGHT_ONLY_PAIRS
 from ..formats.tensor import BlockScaled
+from ..gemm._torch import decoded_product
 from ..gemm.ops import exact_bf16, finish
 from ..registry import Request, kernel
 from .ops import Inputs
+from .routing import clear_rows
+from .slices import group_matrix, group_spans
+from .weight_only import WeightOnlyInputs
 
 
 def _reject(request: Request) -> str | None:
@@ -34,7 +38,7 @@ def _reject_cuda(request: Request) -> str | None:
     """Reason to reject on CUDA: `F.grouped_mm` returns bf16 there, so a later epilogue would round a second time."""
     if request.capability.sm < 80:
         return "needs sm_80"
-    if FORMATS[request.formats[0]].family != "mx":
+    if FORMATS[request.formats[1]].family != "mx":
         return "rounds to bf16 before a tensor scale could be applied"
     if request.dtype != torch.bfloat16 or request.options & {"bias", "accumulate"}:
         return "gives bf16 on CUDA, without bias or accumulation"
@@ -72,6 +76,44 @@ def k_grouped(inputs: Inputs, out: Tensor, *, accumulate: bool) -> None:
         if q.global_scale is not None:
             product = product * (q.global_scale[:, None, None] if q.global_scale.dim() else q.global_scale)
     finish(product, out, None, accumulate=accumulate)
+
+
+@kernel(
+    "m_grouped",
+    "torch",
+    devices=("cpu",),
+    formats=WEIGHT_ONLY_PAIRS,
+    layouts=dict.fromkeys(FORMATS, "plain"),
+    priority=10,
+)
+def weight_only_cpu(inputs: WeightOnlyInputs, out: Tensor, *, accumulate: bool) -> None:
+    """weights of groups with rows decoded, then an fp32 GEMM for each such group"""
+    assert not accumulate
+    x, w, offs, starts, bias = inputs
+    end = 0
+    for group, (start, end) in enumerate(group_spans(offs, starts)):
+        if end > start:
+            product = decoded_product(x[start:end], group_matrix(w, group))
+            finish(product, out[start:end], None if bias is None else bias[group], accumulate=False)
+    if starts is None:
+        out[end:] = 0
+
+
+@kernel(
+    "m_grouped",
+    "torch",
+    formats=[("bf16", name) for name, spec in FORMATS.items() if spec.family == "mx"],
+    priority=10,
+    reject=_reject,
+)
+def weight_only_cuda(inputs: WeightOnlyInputs, out: Tensor, *, accumulate: bool) -> None:
+    """exact upcast of the weights, then F.grouped_mm"""
+    assert not accumulate
+    x = inputs.a
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    out.copy_(functional.grouped_mm(x, exact_bf16(inputs.b).mT, offs=inputs.offs))
+    clear_rows(out, inputs.offs)  # `F.grouped_mm` leaves rows of no group undefined
 
 
 def _grouped_mm(a: BlockScaled, b: BlockScaled, offs: Tensor) -> Tensor:
