@@ -146,6 +146,15 @@ class FrozenLayer(nn.Module):
             raise
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Attributes with all codes and scales as bytes: pickles of torch hold no float8."""
+        buffers = {name: None if each is None else as_bytes(each) for name, each in self._buffers.items()}
+        return vars(self) | {"_buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hold(self.operand)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, part in self._stored().items():
