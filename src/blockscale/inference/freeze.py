@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..autograd.dtensor import DTensor
 from ..autograd.recipe import Recipe
@@ -108,7 +109,9 @@ def freeze_(
                 frozen.append(Converted(place, *held, note, size.experts))
     for module in fused:
         _freeze_mlp(module)
-    model.requires_grad_(False)
+    for parameter in model.parameters():
+        if not isinstance(parameter, UninitializedParameter):
+            parameter.requires_grad_(False)
     found = tuple(frozen)
     warnings = () if found else ("no layer was frozen: see the reasons above, or pass weights, such as 'mxfp4'",)
     recipe = _recipe_of(plans)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..nn import ConversionReport
 from ..nn.report import short_count
@@ -31,7 +32,8 @@ class FrozenReport(ConversionReport):
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; tied ones count once."""
-    tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
+    """Bytes of all parameters and buffers; tied ones count once, lazy ones not at all."""
+    every: Iterable[Tensor] = (*model.parameters(), *model.buffers())
+    tensors = (each for each in every if not isinstance(each, UninitializedParameter))
     held = {id(each) if each.is_meta else (each.data_ptr(), each.shape): each for each in tensors}
     return sum(each.numel() * each.element_size() for each in held.values())
