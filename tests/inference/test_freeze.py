@@ -53,6 +53,7 @@ def test_frozen_models_compute_the_bits_of_their_recipe(recipe: str, dtype: torc
         want = model(x)
     report = freeze_(model)
     assert torch.equal(model(x), want)
+    assert not hasattr(model.up, "recipe_now")
     names = ["up", "mlp.gate_up", "mlp.down", "grouped", "experts.gate_up", "experts.down", "moe.experts.gate_up"]
     assert [each.name for each in report.converted] == [
         *names, "moe.experts.down", "moe.shared.gate_up", "moe.shared.down"
@@ -164,18 +165,20 @@ def test_weights_are_freed_and_bytes_counted():
 
 
 def test_hooks_and_references_stay():
-    model, seen = nn.Sequential(nn.Linear(64, 32), SwiGLU(32, 32, recipe="mxfp8")), []
+    torch.manual_seed(0)
+    mlp, seen = SwiGLU(32, 96, recipe="mxfp8"), []
+    model = nn.Sequential(nn.Linear(64, 32), mlp)
     layer = model[0]
     layer.register_forward_hook(lambda *_: seen.append("layer"))
-    model[1].down.register_forward_pre_hook(lambda *_: seen.append("down"))  # pyright: ignore[reportAttributeAccessIssue]
+    mlp.gate_up.register_forward_hook(lambda *_: seen.append("gate_up"))
     bs.quantize_(model, "mxfp8")
-    x = torch.randn(2, 64)
+    x = 4 * torch.randn(64, 64)
     with torch.no_grad():
         want = model(x)
     freeze_(model)
     assert model[0] is layer
     assert torch.equal(model(x), want), "a hook makes the parts of an MLP run one after the other"
-    assert seen == ["layer", "down"] * 2
+    assert seen == ["layer", "gate_up"] * 2
 
 
 def test_what_is_not_frozen_says_why():
