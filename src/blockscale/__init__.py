@@ -32,7 +32,7 @@ _MODULE = {name: module for module, names in _PUBLIC.items() for name in names}
 _KERNEL_PACKAGES = ("casts", "gemm", "grouped")
 _SUBMODULES = (
     "autograd", "casts", "checkpoints", "diagnostics", "distributed", "errors", "formats", "gemm", "grouped",
-    "hardware", "nn", "registry", "roofline", "train",
+    "hardware", "inference", "nn", "registry", "roofline", "train",
 )  # fmt: skip
 
 __all__ = [

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from blockscale.train import DataConfig, ExpertsConfig, LatentConfig, ModelConfig, RecipeConfig, RunConfig
+from blockscale.train import (
+    DataConfig,
+    ExpertsConfig,
+    Hooks,
+    LatentConfig,
+    ModelConfig,
+    RecipeConfig,
+    Run,
+    RunConfig,
+    train,
+)
 
 DENSE = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
 SPARSE = ModelConfig(
@@ -33,3 +44,17 @@ def small(recipe: str = "fp8_blockwise", weight_cast: Any = "step", **changes: A
         eval_batches=1,
     )
     return replace(run, **changes)
+
+
+class Keep(Hooks):
+    """The run, for its weights."""
+
+    def on_start(self, run: Run) -> None:
+        self.run = run
+
+
+def trained(name: str, folder: Path, **changes: Any) -> Run:
+    """A run of two steps by a recipe, with a checkpoint in its folder."""
+    keep = Keep()
+    train(replace(small(name, steps=2, folder=folder), **changes), hooks=[keep])
+    return keep.run

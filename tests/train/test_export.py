@@ -16,25 +16,10 @@ from blockscale.errors import BlockscaleError, CheckpointError
 from blockscale.formats import BlockScaled
 from blockscale.formats.decoding import decode_operand
 from blockscale.models.hugging_face import hugging_face_parts
-from blockscale.train import Hooks, Run, train
 from blockscale.train.export import export_run
-from support.small_runs import DENSE, SPARSE, small
+from support.small_runs import DENSE, SPARSE, small, trained
 
 pytest.importorskip("safetensors", reason="weights are exported by safetensors")
-
-
-class Keep(Hooks):
-    """The run, for its weights."""
-
-    def on_start(self, run: Run) -> None:
-        self.run = run
-
-
-def trained(name: str, folder: Path, **changes: object) -> Run:
-    """A run of two steps by a recipe, with a checkpoint in its folder."""
-    keep = Keep()
-    train(replace(small(name, steps=2, folder=folder), **changes), hooks=[keep])  # pyright: ignore[reportArgumentType]
-    return keep.run
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "bf16"])

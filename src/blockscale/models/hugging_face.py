@@ -1,4 +1,4 @@
-"""Trained weights as any Llama loader reads them: safetensors with Hugging Face's names, and config.json.
+"""Weights and sizes as any Llama loader reads and writes them: safetensors with Hugging Face's names, and config.json.
 
 Dense models with grouped queries are Llama's, or Qwen3's if queries and keys are normed. The fused layers `qkv` and
 `gate_up` are split into their parts; nothing else changes, since positions rotate the same pairs of features.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, message, refuse
+from ..errors import CheckpointError, OptionError, message, refuse
+from ..formats.checks import all_ints
 from .attention import Attention
+from .config import ModelConfig
 from .transformer import Block, Transformer
 
 
@@ -116,3 +118,76 @@ def hugging_face_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any
         "tie_word_embeddings": config.tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+
+
+# fields of config.json with the values that this transformer computes; those of fields that are missing come first
+_COMPUTED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1.0, None),
+}
+_ROTARY = {None, "default"}
+
+
+def read_config(config: Mapping[str, Any], where: object) -> tuple[ModelConfig, int]:
+    """Sizes and number of positions from a config.json of Hugging Face Transformers; the inverse of
+    `hugging_face_config`. Raises for models that this transformer does not compute.  where: the file, for errors.
+
+    >>> made = hugging_face_config(Transformer.build(ModelConfig(), 64, device="meta"), torch.bfloat16)
+    >>> read_config(made, "config.json") == (ModelConfig(head_dim=32), 64)
+    True
+    """
+
+    def wrong(field: str, value: object, rule: str) -> None:
+        fix = "load it with Hugging Face Transformers"
+        refuse(f"{where} has {field} {str(value)[:200]!r}", rule, fix, error=CheckpointError)
+
+    def size(field: str, default: object = None) -> int:
+        value = config.get(field)
+        value = default if value is None else value
+        if not all_ints((value,)) or value == 0:
+            wrong(field, value, "it is a positive int")
+        assert isinstance(value, int)
+        return value
+
+    def number(field: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            wrong(field, value, "it is a positive number")
+        assert isinstance(value, int | float)
+        return float(value)
+
+    kind = config.get("model_type")
+    if kind not in ("llama", "qwen3"):
+        wrong("model_type", kind, "the transformer of this library computes llama and qwen3, dense")
+    for field, values in _COMPUTED.items():
+        if config.get(field, values[0]) not in values:
+            wrong(field, config[field], f"the transformer of this library computes {values[0]!r}")
+    if any(each != "full_attention" for each in config.get("layer_types") or ()):
+        wrong("layer_types", config["layer_types"], "the transformer of this library attends to all positions")
+    theta = config.get("rope_theta")
+    for field in ("rope_scaling", "rope_parameters"):
+        rotary = config.get(field) or {}
+        if not isinstance(rotary, dict) or rotary.get("rope_type", rotary.get("type")) not in _ROTARY:
+            wrong(field, rotary, "positions rotate by rope_theta alone")
+        theta = rotary.get("rope_theta", theta)
+    heads, dim = size("num_attention_heads"), size("hidden_size")
+    found = ModelConfig(
+        dim=dim,
+        layers=size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        hidden=size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        head_dim=size("head_dim", dim // heads),
+        rope_theta=number("rope_theta", 10000.0 if theta is None else theta),
+        norm_eps=number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+        qk_norm=kind == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+    if found.heads % found.kv_heads:
+        wrong("num_key_value_heads", found.kv_heads, f"it divides the {found.heads} heads")
+    if found.head_dim % 2:
+        wrong("head_dim", found.head_dim, "positions rotate pairs of features")
+    return found, size("max_position_embeddings")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,22 @@ def _plain(gate_up: Tensor, module: nn.Module) -> Tensor:
     return swiglu(gate_up)
 
 
+class ClampedSwiGLU(NamedTuple):
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate) of gates up to a limit and ups within it."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[..., I] of gates and ups [..., I]."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
 def clamped_swiglu(gate_up: Tensor, module: nn.Module) -> Tensor:
-    """gpt-oss: gates and ups alternate and are clamped; (up + 1) * gate * sigmoid(alpha * gate)."""
-    alpha, limit = float(module.alpha), float(module.limit)  # pyright: ignore[reportArgumentType]
-    gate = gate_up[..., 0::2].clamp(max=limit)
-    up = gate_up[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    """gpt-oss: gates and ups alternate."""
+    activation = ClampedSwiGLU(float(module.alpha), float(module.limit))  # pyright: ignore[reportArgumentType]
+    return activation(gate_up[..., 0::2], gate_up[..., 1::2])
 
 
 STYLES = (

@@ -57,7 +57,7 @@ def quantize_(
     (['0'], 'narrow: fewer than 16 features on a side')
     """
     check_model(model, "the modules of a torch.nn.Module are changed in place")
-    _check_filter(filter_fn)
+    check_filter(filter_fn)
     check_seed(seed)
     chosen = get_recipe(recipe)
     modules = [(module_name(name), module) for name, module in model.named_modules()]
@@ -78,7 +78,7 @@ def quantize_(
     states: dict[torch.device, Tensor] = {}
     counted: set[int] = set()
     for (name, module), reason in zip(modules, reasons, strict=True):
-        parameters = _count(module, counted)
+        parameters = count_parameters(module, counted)
         sizes = sizes_of(module)
         if not sizes:
             kind = type(module).__name__
@@ -204,7 +204,7 @@ def _reason(
     if reason is not None:
         return reason
     if filter_fn is not None:
-        reason = None if _call_filter(filter_fn, module, name) else "filter_fn returned False"
+        reason = kept_by_filter(filter_fn, module, name)
     elif defaults is not None:
         reason = defaults.reason(name, module)
     reason = reason or ends.reason(id(module))
@@ -249,7 +249,7 @@ def _experts_note(experts: int, seen: Active) -> str:
     return f"{held}, {count} for each token" if held else ""
 
 
-def _count(module: nn.Module, counted: set[int]) -> int:
+def count_parameters(module: nn.Module, counted: set[int]) -> int:
     """Number of a module's own parameters; tied ones count for the first module."""
     total = 0
     for each in module.parameters(recurse=False):
@@ -259,7 +259,8 @@ def _count(module: nn.Module, counted: set[int]) -> int:
     return total
 
 
-def _call_filter(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
+def kept_by_filter(filter_fn: FilterFn, module: nn.Module, name: str) -> str | None:
+    """Why a layer is kept, by a filter_fn; None if it is not."""
     answer = filter_fn(module, name)
     if not isinstance(answer, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         refuse(
@@ -267,7 +268,7 @@ def _call_filter(filter_fn: FilterFn, module: nn.Module, name: str) -> bool:
             "it returns True or False: whether to convert a layer",
             "return a bool, such as bool(re.search('mlp', name))",
         )
-    return answer
+    return None if answer else "filter_fn returned False"
 
 
 def _takes_a_layer(filter_fn: object) -> bool:
@@ -281,7 +282,8 @@ def _takes_a_layer(filter_fn: object) -> bool:
     return True
 
 
-def _check_filter(filter_fn: object) -> None:
+def check_filter(filter_fn: object) -> None:
+    """Raise unless a filter_fn can be called, or is None."""
     if filter_fn is not None and not _takes_a_layer(filter_fn):
         refuse(
             f"filter_fn is {filter_fn!r}" if callable(filter_fn) else f"filter_fn is {in_words(filter_fn)}",

@@ -74,7 +74,7 @@ def obstacle(module: nn.Module) -> str | None:
     exact = isinstance(module, AdaptedExperts) or kind in (nn.Linear, Linear, GroupedLinear)
     if isinstance(module, LazyModuleMixin):
         return "lazy, without a shape before its first forward: convert after it"
-    if not exact and _is_fully_sharded(module):
+    if not exact and is_fully_sharded(module):
         return "sharded by itself: convert before fully_shard"
     if has_experts(module):
         style = module.style if isinstance(module, AdaptedExperts) else style_of(module)
@@ -95,7 +95,8 @@ def obstacle(module: nn.Module) -> str | None:
     return f"weight is {odd[0]}: casts take bfloat16, float16 and float32" if odd else None
 
 
-def _is_fully_sharded(module: nn.Module) -> bool:
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a module."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule

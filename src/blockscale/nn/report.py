@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..autograd.recipe import Recipe
 from ..errors import option
@@ -105,6 +105,8 @@ class ConversionReport:
     ('100%', True)
     """
 
+    # what was done to the converted layers
+    _DONE: ClassVar[str] = "converted"
     recipe: Recipe
     converted: tuple[Converted, ...]
     skipped: tuple[Skipped, ...]
@@ -157,21 +159,24 @@ class ConversionReport:
         """The layers as lines of text, one for all blocks that are alike."""
         return _table(
             {
-                "converted": [(each, each.note) for each in self.converted],
+                self._DONE: [(each, each.note) for each in self.converted],
                 _KEPT: [(each, each.reason) for each in self.skipped],
             }
         )
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
-        text = [f"{self.recipe.name}: {len(self.converted)} of {total} linear layers converted", *self.lines()]
+        text = [f"{self.recipe.name}: {len(self.converted)} of {total} linear layers {self._DONE}", *self.lines()]
         if self.others:
-            kinds = (f"{each.modules} {each.kind} ({_short(each.parameters)} parameters)" for each in self.others)
+            kinds = (f"{each.modules} {each.kind} ({short_count(each.parameters)} parameters)" for each in self.others)
             text.append(f"not linear: {', '.join(kinds)}")
-        if self.converted:
-            shares = f"{100 * self.parameter_share:.1f} % of parameters, {100 * self.flop_share:.1f} % of linear FLOPs"
-            text += [f"share: {shares}", f"roofline: {self._prediction()}"]
+        text += self._totals() if self.converted else []
         return "\n".join([*text, *(f"warning: {each}" for each in self.warnings)])
+
+    def _totals(self) -> list[str]:
+        """Lines on the model as a whole."""
+        shares = f"{100 * self.parameter_share:.1f} % of parameters, {100 * self.flop_share:.1f} % of linear FLOPs"
+        return [f"share: {shares}", f"roofline: {self._prediction()}"]
 
     def _prediction(self) -> str:
         speedup = self.predicted_speedup(TOKENS)
@@ -320,10 +325,10 @@ def _span(words: Sequence[str]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)
 
 
-def _short(count: int) -> str:
+def short_count(count: int) -> str:
     """A count with a unit.
 
-    >>> _short(525_336_576), _short(266_240), _short(96)
+    >>> short_count(525_336_576), short_count(266_240), short_count(96)
     ('525.3M', '266.2k', '96')
     """
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

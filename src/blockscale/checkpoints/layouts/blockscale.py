@@ -1,7 +1,8 @@
 """This library's own layout: every format, of weights of any number of dimensions, with the bytes of training.
 
 A weight `w` has its codes under its own name, block scales as `w_scale`, NVFP4's tensor scale as `w_global_scale`; FP6
-codes are packed. config.json names the format of each weight: `quantization_config.formats[format] = [names]`.
+codes are packed. config.json names the format of each weight: `quantization_config.formats[format] = [names]`. As in
+layout `deepseek`, `scale_fmt: "ue8m0"` says that all scales of FP8 blocks are powers of two.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class Native(Layout):
                 formats.setdefault(format, []).append(name)
         about: dict[str, Any] = {"quant_method": "blockscale", "version": _VERSION, "formats": formats}
         odd = {name: list(written.shapes[name]) for name in written.formats if _is_odd(written, name)}
-        return {"quantization_config": about | ({"shapes": odd} if odd else {})}, {}
+        about |= {"shapes": odd} if odd else {}
+        about |= {"scale_fmt": "ue8m0"} if written.rules == {"pow2"} else {}
+        return {"quantization_config": about}, {}
 
 
 def _is_odd(written: Written, name: str) -> bool:

@@ -1,0 +1,33 @@
+"""Models that no longer train: layers with stored codes and scales, and checkpoints loaded without decoding.
+
+frozen_layer.py  buffers of a quantized weight, and its state_dict
+linear.py        QuantizedLinear
+mlp.py           QuantizedSwiGLU
+experts.py       QuantizedGroupedLinear, QuantizedExperts
+freeze.py        freeze_: layers of a model as frozen ones
+split_linear.py  SplitLinear: parts of a fused layer that cannot be joined
+load.py          load: a checkpoint as a model; stored_activations.py: how its inputs are cast
+report.py        FrozenReport
+"""
+
+from ..nn.adapters import ClampedSwiGLU
+from .experts import QuantizedExperts, QuantizedGroupedLinear
+from .freeze import freeze_
+from .linear import QuantizedLinear
+from .load import Loaded, load
+from .mlp import QuantizedSwiGLU
+from .report import FrozenReport
+from .split_linear import SplitLinear
+
+__all__ = [
+    "ClampedSwiGLU",
+    "FrozenReport",
+    "Loaded",
+    "QuantizedExperts",
+    "QuantizedGroupedLinear",
+    "QuantizedLinear",
+    "QuantizedSwiGLU",
+    "SplitLinear",
+    "freeze_",
+    "load",
+]
