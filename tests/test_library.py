@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockscale as bs
-from blockscale import library, rng_state
+from blockscale import library, quantize, rng_state
 from blockscale.casts import fused, permuted, transpose
 from blockscale.casts import ops as casts_ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from blockscale.formats.cast_spec import Cast, as_cast
+from blockscale.gemm import PackedWeight, pack_weight, packed_ops
 from blockscale.gemm import ops as gemm_ops
 from blockscale.gemm import weight_only as gemm_weight_only
 from blockscale.grouped import ops as grouped_ops
@@ -253,6 +254,14 @@ def unquantized_samples(device):
             yield dy.mT, x, offs
 
 
+def packed_weight_samples(device):
+    for name in ("mxfp4", "nvfp4", "mxfp8_e4m3"):
+        w = pack_weight(quantize(gaussian(24, 64, device=device), name))
+        yield gaussian(5, 64, device=device).bfloat16(), w, None, torch.bfloat16
+        yield gaussian(5, 64, device=device), w, gaussian(24, device=device), torch.float32
+        yield gaussian(0, 64, device=device).half(), w, None, torch.float16
+
+
 SAMPLES = {
     "combine_dots": combine_dots_samples,
     "combine_rows": combine_rows_samples,
@@ -278,6 +287,7 @@ SAMPLES = {
     "scaled_grouped_mm": grouped_samples,
     "scaled_grouped_mm_add_": grouped_add_samples,
     "weight_only_mm": weight_only_samples,
+    "packed_weight_mm": packed_weight_samples,
     "weight_only_grouped_mm": weight_only_grouped_samples,
 }
 
@@ -446,6 +456,7 @@ FUNCTIONS = {
     "transpose_codes": transpose.transpose_codes,
     "scaled_mm": gemm_ops.scaled_mm,
     "scaled_grouped_mm": grouped_ops.scaled_grouped_mm,
+    "packed_weight_mm": packed_ops.packed_weight_mm,
     "weight_only_mm": gemm_weight_only.weight_only_mm,
     "weight_only_grouped_mm": grouped_weight_only.weight_only_grouped_mm,
 }
@@ -484,7 +495,9 @@ def test_arguments_survive_the_schema(device, name):
     parameters = library.PARAMETERS[name]
     for args in SAMPLES[name](device):
         for given, rebuilt in zip(args, parameters.rebuild(*parameters.flatten(*args)), strict=True):
-            if isinstance(given, bs.BlockScaled):
+            if isinstance(given, PackedWeight):
+                assert vars(given) == vars(rebuilt)
+            elif isinstance(given, bs.BlockScaled):
                 assert vars(replace(given, groups=0)) == vars(rebuilt)
             elif isinstance(given, Cast):
                 assert given == rebuilt

@@ -130,7 +130,7 @@ def test_kernels_returns_a_copy():
 
 
 def test_backends():
-    of_triton = {"triton", "hopper", "hopper_rows", "hopper_upcast", "blackwell"}
+    of_triton = {"triton", "hopper", "hopper_rows", "hopper_weights", "hopper_upcast", "blackwell"}
     assert set(registry.backends()) - of_triton == {"reference", "torch", "torch_sm100"}
 
 
@@ -512,6 +512,7 @@ def test_a_forced_only_kernel_serves_only_if_forced(toy):
         "triton.scaled_mm",
         "torch_sm100.scaled_mm_blackwell",
         "torch_sm100.scaled_mm_mxfp4",
+        "hopper_weights.packed_mm",
         "blackwell.scaled_mm_sm100",
         "blackwell.scaled_mm_sm120",
         "hopper.scaled_mm_mx",

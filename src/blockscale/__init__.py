@@ -18,7 +18,7 @@ _PUBLIC = {
         "swiglu_quantize_both",
     ),
     "casts.permuted": ("permute_quantize_both", "permute_quantize_columns", "quantize_permute"),
-    "gemm": ("scaled_mm",),
+    "gemm": ("PackedWeight", "pack_weight", "scaled_mm"),
     "grouped": ("Routing", "scaled_grouped_mm", "sort_by_expert"),
     "autograd": (
         "Recipe", "activation", "attach", "combine", "get_recipe", "invalidate", "permute", "refresh_weights_", "route",
@@ -36,8 +36,9 @@ _SUBMODULES = (
 )  # fmt: skip
 
 __all__ = [
-    "__version__", "BlockScaled", "CastSpec", "ConversionReport", "Recipe", "Routing", "Stochastic", "activation",
-    "advance_", "attach", "combine", "dequantize", "doctor", "explain", "get_recipe", "invalidate", "permute",
+    "__version__", "BlockScaled", "CastSpec", "ConversionReport", "PackedWeight", "Recipe", "Routing", "Stochastic",
+    "activation", "advance_", "attach", "combine", "dequantize", "doctor", "explain", "get_recipe", "invalidate",
+    "pack_weight", "permute",
     "permute_quantize_both", "permute_quantize_columns", "quantize", "quantize_", "quantize_both", "quantize_permute",
     "refresh_weights_", "rmsnorm_quantize", "rmsnorm_quantize_both", "rng_state", "route", "scaled_grouped_mm",
     "scaled_mm", "set_step_", "sort_by_expert", "swiglu_backward_quantize_both", "swiglu_quantize",
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from .casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
     from .diagnostics import doctor, explain
     from .formats import BlockScaled, CastSpec, Stochastic, rng_state
-    from .gemm import scaled_mm
+    from .gemm import PackedWeight, pack_weight, scaled_mm
     from .grouped import Routing, scaled_grouped_mm, sort_by_expert
     from .nn import ConversionReport, advance_, quantize_, set_step_, unquantize_
     from .registry import use_backend

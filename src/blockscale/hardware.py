@@ -156,6 +156,18 @@ def cuda_driver() -> int | None:
         return None
 
 
+def capture_id(stream: int) -> int | None:
+    """Number of the CUDA graph capture of a stream, unique in this process; None if the driver does not tell."""
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    nothing = (ctypes.c_void_p(),) * 3  # graph, dependencies and their count
+    failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), *nothing)
+    return number.value if not failed and status.value == 1 else None
+
+
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as info:

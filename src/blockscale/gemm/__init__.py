@@ -24,6 +24,8 @@ from .ops import (
     check_output,
     multiply,
 )
+from .packed import PackedWeight, pack_weight
+from .packed_ops import check_packed, packed_weight_mm
 from .weight_only import check_no_accumulator, check_weight_only, weight_only_mm
 
 with contextlib.suppress(ImportError):  # CPU builds of torch have no triton
@@ -31,14 +33,15 @@ with contextlib.suppress(ImportError):  # CPU builds of torch have no triton
     from . import _hopper as _hopper
     from . import _hopper_mx as _hopper_mx
     from . import _hopper_rows as _hopper_rows
+    from . import _hopper_weights as _hopper_weights
     from . import _triton as _triton
 
-__all__ = ["ACCUMULATOR_DTYPES", "exact_mm", "scaled_mm"]
+__all__ = ["ACCUMULATOR_DTYPES", "PackedWeight", "exact_mm", "pack_weight", "scaled_mm"]
 
 
 def scaled_mm(
     a: Tensor | BlockScaled,
-    b: BlockScaled,
+    b: BlockScaled | PackedWeight,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
     bias: Tensor | None = None,
@@ -47,6 +50,7 @@ def scaled_mm(
     """a [M, K] @ b [N, K].mT, products exact, sums and scales in fp32, one rounding to `out_dtype` at the end.
 
     a: BlockScaled, or a plain bf16, fp16 or fp32 tensor, which is not rounded (weight-only).
+    b: BlockScaled, or, beside a plain a, `pack_weight` of it.
     bias: [N], added in fp32 before the rounding.  accumulate: an fp32 or bf16 [M, N] buffer that the product is added
     into, in fp32 and with one rounding to the buffer's dtype, and that is returned; out_dtype is then not used.
 
@@ -59,6 +63,12 @@ def scaled_mm(
     >>> scaled_mm(torch.ones(1, 128), w, torch.float32)
     tensor([[128., 128., 128.]])
     """
+    if isinstance(b, PackedWeight):
+        a = check_packed(a, b)
+        check_no_accumulator(accumulate)
+        check_output(out_dtype)
+        check_bias(bias, (b.rows,), a.device)
+        return packed_weight_mm(a, b, bias, out_dtype)
     if isinstance(a, Tensor):
         check_weight_only(a, b, rank=2)
         check_no_accumulator(accumulate)
