@@ -101,10 +101,8 @@ class Decoder:
 
     def _check(self, tokens: Tensor, shape: str) -> None:
         """Raise unless these are symbols of all sequences."""
-        axes = len(shape.split(","))
-        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):  # pyright: ignore[reportUnnecessaryIsInstance]
-            refuse(f"tokens is {in_words(tokens)}", "symbols are int64 or int32", "pass them so", error=DtypeError)
-        if tokens.dim() != axes or tokens.shape[0] != self.batch or not tokens.numel():
+        check_symbols(tokens)
+        if tokens.dim() != len(shape.split(",")) or tokens.shape[0] != self.batch or not tokens.numel():
             rule = f"they are {shape}, for the {self.batch} sequences of the decoder"
             refuse(f"tokens {tuple(tokens.shape)}", rule, "pass one row for each sequence", error=ShapeError)
 
@@ -119,3 +117,10 @@ class Decoder:
     def __repr__(self) -> str:
         sizes = f"batch={self.batch}, length={self.length}, counts={self.counts}"
         return f"Decoder({sizes}, graphs={self.graphs}, device={str(self.device)!r})"
+
+
+def check_symbols(tokens: object) -> None:
+    """Raise unless it is a tensor of symbols. Their values are not read: that would be a host sync."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        rule, fix = "symbols are tensors of int64 or int32", "pass torch.tensor([[1, 2, 3]])"
+        refuse(f"tokens is {in_words(tokens)}", rule, fix, error=DtypeError)

@@ -253,3 +253,5 @@ def refuse_rank(weight: BlockScaled, rank: str) -> NoReturn:
 def shaped(y: Tensor, x: Tensor) -> Tensor:
     """A result [M, N] with the leading axes of the input."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+

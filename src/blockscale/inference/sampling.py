@@ -17,7 +17,7 @@ from ..errors import ShapeError, refuse
 from ..formats.checks import all_ints, check_int, check_number, in_words
 from ..formats.stochastic import check_seed, random_words, rng_state
 from ..models.transformer import Transformer
-from .decoder import Decoder
+from .decoder import Decoder, check_symbols
 from .graphs import GraphedCall
 
 # stream of the counter; those of casts end in the number of a role
@@ -127,7 +127,8 @@ def generate(
 
 def _check(tokens: Tensor, new_tokens: int, temperature: float, top_k: int | None, end: int | None) -> None:
     """Raise unless these are options of `generate`; the decoder checks the rest."""
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():  # pyright: ignore[reportUnnecessaryIsInstance]
+    check_symbols(tokens)
+    if tokens.dim() != 2 or not tokens.numel():
         rule = "prompts are symbols [B, T], one or more each"
         refuse(f"tokens is {in_words(tokens)}", rule, "pass torch.tensor([[1, 2, 3]])", error=ShapeError)
     check_int(new_tokens, "new_tokens", "new_tokens is the number of symbols to add")
