@@ -43,7 +43,7 @@ def main() -> dict[str, float]:
     prompt = torch.tensor([list(PROMPT.encode())])
     sung = text_of(bs.inference.generate(model, prompt, NEW)[0])
     print(sung)
-    for row in bs.inference.generate(model, prompt.expand(2, -1), NEW, temperature=0.8, seed=1):
+    for row in bs.inference.generate(model, prompt.expand(2, -1), NEW, temperature=0.5, seed=1):
         print(text_of(row))
 
     right = sum(a == b for a, b in zip(sung[len(PROMPT) :], SONG[len(PROMPT) :], strict=False)) / NEW

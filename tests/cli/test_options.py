@@ -33,7 +33,7 @@ NEEDS = {
     "inspect": ["."],
     "convert-checkpoint": [".", "new"],
     "export": [".", "new"],
-    "generate": [".", "--prompt", "a"],
+    "generate": ["."],
 }
 # a misspelt option of each command
 MISSPELT = {
