@@ -75,7 +75,7 @@ def test_format_table_is_the_real_one() -> None:
         assert f"`{spec.default_rule()}`" in rows[name][5]
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "experts", "overlap", "recipes", "training", "weights"])
+@pytest.mark.parametrize("name", ["checkpoints", "experts", "inference", "overlap", "recipes", "training", "weights"])
 def test_examples_of_pages_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks run one after the other; each print gives the text of its comment."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)

@@ -138,10 +138,36 @@ CASTS: list[Case] = [
 ]
 
 PRODUCTS: list[Case] = [
-    ("plain a", lambda: bs.scaled_mm(X, q()), DtypeError, "a is a Tensor"),
-    ("plain b", lambda: bs.scaled_mm(q(), X), DtypeError, "b is a Tensor"),
+    ("plain tensors", lambda: bs.scaled_mm(X, X), DtypeError, "quantize(b, 'mxfp8_e4m3'), or use torch.mm(a, b.mT)"),
+    ("plain a of float64", lambda: bs.scaled_mm(X.double(), q()), DtypeError, "a has dtype torch.float64"),
+    ("plain a of integers", lambda: bs.scaled_mm(X.int(), q()), DtypeError, "a has dtype torch.int32"),
+    ("plain a, sparse", lambda: bs.scaled_mm(X.to_sparse(), q()), DtypeError, "a has layout torch.sparse_coo"),
+    ("plain a of rank 3", lambda: bs.scaled_mm(X3, q()), ShapeError, "pass a.flatten(0, -2)"),
+    ("plain a, K", lambda: bs.scaled_mm(X[:, 1:], q()), ShapeError, "have K = 63 and 64"),
+    ("plain a, device", lambda: bs.scaled_mm(X.to("meta"), q()), DeviceError, "a is on meta, b on cpu"),
+    ("plain a, rank of b", lambda: bs.scaled_mm(X, q(x=X3)), ShapeError, "b has shape (3, 8, 64)"),
+    ("plain a, axis of b", lambda: bs.scaled_mm(X[:, :8], q(x=X[:, :8]).mT), AxisError, "pass b.mT"),
+    ("plain a, rotated b", lambda: bs.scaled_mm(X, q("mxfp4", hadamard=True)), OptionError, "without hadamard"),
+    ("plain a, k-grouped b", lambda: bs.scaled_mm(X, tokens()), ShapeError, "have K"),
+    ("plain a, out", lambda: bs.scaled_mm(X, q(), torch.float64), DtypeError, "out_dtype=torch.float64"),
+    ("plain a, bias", lambda: bs.scaled_mm(X, q(), bias=torch.ones(7)), ShapeError, "bias is torch.float32 (7,)"),
+    ("plain a, None", lambda: bs.scaled_mm(X, None), DtypeError, "b is a NoneType"),
+    (
+        "plain a, accumulate",
+        lambda: bs.scaled_mm(X, q(), accumulate=torch.ones(8, 8)),
+        OptionError,
+        "accumulate with a plain left operand",
+    ),
+    (
+        "plain a, scales of groups",
+        lambda: bs.scaled_mm(X, q("nvfp4", offs=OFFS, amax="group")),
+        OptionError,
+        "without groups",
+    ),
+    ("plain b", lambda: bs.scaled_mm(q(), X), DtypeError, "pass the weight second"),
     ("None", lambda: bs.scaled_mm(q(), None), DtypeError, "b is a NoneType"),
-    ("exact, plain", lambda: exact_mm(X, q()), DtypeError, "a is a Tensor"),
+    ("exact, plain", lambda: exact_mm(X.double(), q()), DtypeError, "a has dtype torch.float64"),
+    ("exact, plain b", lambda: exact_mm(q(), X), DtypeError, "b is a Tensor"),
     ("K", lambda: bs.scaled_mm(q(), q(x=torch.ones(8, 65))), ShapeError, "have K = 64 and 65"),
     ("exact, K", lambda: exact_mm(q(), q(x=torch.ones(8, 65))), ShapeError, "have K = 64 and 65"),
     ("rank 3", lambda: bs.scaled_mm(q(x=X3), q()), ShapeError, "a has shape (3, 8, 64)"),
@@ -204,7 +230,35 @@ PRODUCTS: list[Case] = [
 ]
 
 GROUPED: list[Case] = [
-    ("plain a", lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS), DtypeError, "a is a Tensor"),
+    ("plain tensors", lambda: bs.scaled_grouped_mm(X, X3, OFFS), DtypeError, "a and b are plain tensors"),
+    ("plain a, k-grouped", lambda: bs.scaled_grouped_mm(X, q(), OFFS), ShapeError, "this operand has rank 3"),
+    ("plain a, offs count", lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS[:2]), ShapeError, "2 group ends for 3"),
+    ("plain a, offs dtype", lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS.long()), ShapeError, "torch.int64 (3,)"),
+    ("plain a, rows", lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS + 1), ShapeError, "[3, 3, 9] for 8 rows"),
+    (
+        "plain a, starts",
+        lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS, starts=OFFS.long()),
+        ShapeError,
+        "starts is torch.int64 (3,)",
+    ),
+    (
+        "plain a, bias",
+        lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS, bias=torch.ones(8)),
+        ShapeError,
+        "bias is torch.float32 (8,)",
+    ),
+    (
+        "plain a, accumulate",
+        lambda: bs.scaled_grouped_mm(X, q(x=X3), OFFS, accumulate=torch.ones(8, 8)),
+        OptionError,
+        "accumulate with a plain left operand",
+    ),
+    (
+        "plain a, rotated weights",
+        lambda: bs.scaled_grouped_mm(X, q("nvfp4", x=X3, hadamard=True), OFFS),
+        OptionError,
+        "without hadamard",
+    ),
     ("plain b", lambda: bs.scaled_grouped_mm(q(), X3, OFFS), DtypeError, "b is a Tensor"),
     ("K", lambda: bs.scaled_grouped_mm(q(x=X[:, :63]), q(x=X3), OFFS), ShapeError, "have K = 63 and 64"),
     ("rank of a", lambda: bs.scaled_grouped_mm(q(x=X3), q(x=X3), OFFS), ShapeError, "a has shape (3, 8, 64)"),
@@ -432,11 +486,10 @@ def test_illegal_pairs_of_grouped_products(pair):
 def test_the_format_advised_for_a_plain_operand_goes_with_its_partner(name):
     """The advice for a tensor that was not cast is a format that the other operand can be multiplied with."""
     partner = q(name)
-    for call, other in ((lambda: bs.scaled_mm(partner, X), "b"), (lambda: bs.scaled_mm(X, partner), "a")):
-        text = run(("plain", call, DtypeError, f"{other} is a Tensor"))
-        cast = bs.quantize(X, re.search(rf"quantize\({other}, '(\w+)'\)", text)[1])
-        operands = (partner, cast) if other == "b" else (cast, partner)
-        assert bs.scaled_mm(*operands).shape == (8, 8)
+    text = run(("plain", lambda: bs.scaled_mm(partner, X), DtypeError, "b is a Tensor"))
+    cast = bs.quantize(X, re.search(r"quantize\(b, '(\w+)'\)", text)[1])
+    assert bs.scaled_mm(partner, cast).shape == (8, 8)
+    assert bs.scaled_mm(X, partner).shape == (8, 8), "the other advice: the weight second"
 
 
 def test_the_number_of_illegal_pairs():

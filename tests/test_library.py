@@ -20,8 +20,10 @@ from blockscale.casts import ops as casts_ops
 from blockscale.formats import FORMATS, CastSpec, Stochastic
 from blockscale.formats.cast_spec import Cast, as_cast
 from blockscale.gemm import ops as gemm_ops
+from blockscale.gemm import weight_only as gemm_weight_only
 from blockscale.grouped import ops as grouped_ops
 from blockscale.grouped import routing, unquantized
+from blockscale.grouped import weight_only as grouped_weight_only
 from support.products import ONE_D, assert_same_bits, gaussian, offsets, partner, raw
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -153,6 +155,23 @@ def gemm_samples(device):
         yield a, b, None, torch.float32
 
 
+def weight_only_samples(device):
+    for place, name in enumerate(FORMATS):
+        x = gaussian(20, 48, device=device).to((torch.bfloat16, torch.float16, torch.float32)[place % 3])
+        w = bs.quantize(gaussian(24, 48, device=device), name)
+        yield x, w, gaussian(24, device=device), torch.bfloat16
+        yield x.mT.contiguous().mT, w, None, torch.float32
+
+
+def weight_only_grouped_samples(device):
+    starts, ends = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in ([0, 3, 3], [3, 3, 36]))
+    for name in FORMATS:
+        x = gaussian(36, 48, device=device)
+        w = bs.quantize(gaussian(3, 24, 48, device=device), name)
+        yield x, w, offsets([3, 0, 30], device), None, gaussian(3, 24, device=device), torch.bfloat16
+        yield x.float(), w, ends, starts, None, torch.float32
+
+
 def gemm_add_samples(device):
     for name in FORMATS:
         a = bs.quantize(gaussian(20, 48, device=device), name)
@@ -258,6 +277,8 @@ SAMPLES = {
     "scaled_mm_add_": gemm_add_samples,
     "scaled_grouped_mm": grouped_samples,
     "scaled_grouped_mm_add_": grouped_add_samples,
+    "weight_only_mm": weight_only_samples,
+    "weight_only_grouped_mm": weight_only_grouped_samples,
 }
 
 THOROUGH = "ALL_TESTS" in os.environ
@@ -360,6 +381,7 @@ def test_flops_of_products(device, name):
     assert flops(lambda: bs.scaled_mm(a, b)) == 2 * m * n * k
     assert flops(lambda: bs.scaled_mm(a, b, torch.float32, bias=bias)) == 2 * m * n * k
     assert flops(lambda: bs.scaled_mm(a, b, accumulate=acc)) == 2 * m * n * k
+    assert flops(lambda: bs.scaled_mm(gaussian(m, k, device=device), b)) == 2 * m * n * k
 
 
 @pytest.mark.parametrize("name", ONE_D)
@@ -371,6 +393,7 @@ def test_flops_of_grouped_products(device, name):
     assert flops(lambda: bs.scaled_grouped_mm(a, b, offs)) == 2 * m * n * k
     assert flops(lambda: bs.scaled_grouped_mm(a, b, offs, accumulate=acc)) == 2 * m * n * k
     assert flops(lambda: bs.scaled_grouped_mm(a, b, offs, starts=offs)) == 2 * m * n * k
+    assert flops(lambda: bs.scaled_grouped_mm(gaussian(m, k, device=device), b, offs)) == 2 * m * n * k
     a = bs.quantize(gaussian(m, n, device=device), name, axis=-2, offs=offs).mT
     b = bs.quantize(gaussian(m, k, device=device), name, axis=-2, offs=offs).mT
     acc = torch.zeros(3, n, k, device=device)
@@ -423,6 +446,8 @@ FUNCTIONS = {
     "transpose_codes": transpose.transpose_codes,
     "scaled_mm": gemm_ops.scaled_mm,
     "scaled_grouped_mm": grouped_ops.scaled_grouped_mm,
+    "weight_only_mm": gemm_weight_only.weight_only_mm,
+    "weight_only_grouped_mm": grouped_weight_only.weight_only_grouped_mm,
 }
 
 
@@ -486,6 +511,10 @@ def test_results_do_not_require_grad_and_a_backward_raises():
     """Autograd lives above the operators; a backward through a bare operator must raise."""
     x = torch.randn(4, 32, requires_grad=True)
     y = bs.scaled_mm(bs.quantize(x, "mxfp8_e4m3"), bs.quantize(x, "mxfp8_e4m3"))
+    assert not y.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        y.sum().backward()
+    y = bs.scaled_mm(x, bs.quantize(x, "mxfp8_e4m3"))
     assert not y.requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
         y.sum().backward()

@@ -18,7 +18,7 @@ import blockscale as bs
 from blockscale import registry
 from blockscale.errors import BackendError, UnknownNameError
 from blockscale.formats import FORMATS
-from blockscale.formats.spec import LEGAL_PAIRS
+from blockscale.formats.spec import LEGAL_PAIRS, WEIGHT_ONLY_PAIRS
 from blockscale.registry import Forecast, Request, explain_request, kernel, select, use_backend
 from support.products import HYPOTHETICAL, ONE_D, PAIRS, gaussian
 
@@ -40,7 +40,8 @@ def request_for(
 ) -> Request:
     sizes = {"gemm": (128, 64, 256), "m_grouped": (128, 64, 256, 4), "k_grouped": (64, 64, 256, 4)}
     shape = sizes.get(op, (128, 256)) if shape is None else shape
-    layouts = tuple(FORMATS[name].default_layout for name in formats) if layouts is None else layouts
+    if layouts is None:
+        layouts = tuple(FORMATS[name].default_layout if name in FORMATS else "" for name in formats)
     return Request(op, HYPOTHETICAL[where], formats, shape, dtype, layouts, options)
 
 
@@ -52,7 +53,8 @@ def formats_of(op: str) -> list[tuple[str, ...]]:
         return list(itertools.product(FORMATS, FORMATS))
     if op in MOVES:
         return [()]
-    one_sided = {"gemm": PAIRS, "m_grouped": PAIRS}
+    either = [*PAIRS, *WEIGHT_ONLY_PAIRS]
+    one_sided = {"gemm": either, "m_grouped": either}
     return list(one_sided.get(op, [pair for pair in PAIRS if set(pair) <= set(ONE_D)]))
 
 
@@ -115,10 +117,11 @@ def test_the_reference_is_last_and_takes_everything(op):
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_kernel_has_a_summary(op):
+    pairs = {*LEGAL_PAIRS, *(WEIGHT_ONLY_PAIRS if op in ("gemm", "m_grouped") else ())}
     for entry in registry.kernels(op):
         assert entry.summary
         assert entry.op == op
-        assert entry.formats <= (set(formats_of(op)) if op in (*ONE_CAST, *TWO_CASTS) else LEGAL_PAIRS)
+        assert entry.formats <= (set(formats_of(op)) if op in (*ONE_CAST, *TWO_CASTS) else pairs)
 
 
 def test_kernels_returns_a_copy():

@@ -221,6 +221,26 @@ def test_products_sharded_along_k_are_partial_sums(mesh):
         bs.scaled_mm(a, b, torch.float32, bias=put(gaussian(512), mesh, None))
 
 
+def test_weight_only_products_are_sharded_along_m_n_and_k(mesh):
+    x, w = (
+        gaussian(512, 512),
+        {dim: bs.quantize(put(gaussian(512, 512), mesh, dim), "mxfp8_e4m3") for dim in (None, 0, 1)},
+    )
+    assert where(bs.scaled_mm(put(x, mesh, 0), w[None])) == "S0"
+    assert where(bs.scaled_mm(put(x, mesh, None), w[0], bias=put(gaussian(512), mesh, 0))) == "S1"
+    assert where(bs.scaled_mm(put(x, mesh, None), w[None])) == "R"
+    assert where(bs.scaled_mm(put(x, mesh, 1), w[1])) == "P"
+    for operands in ((put(x[:6], mesh, 0), w[None]), (put(x, mesh, 0), w[0]), (put(x, mesh, 0), w[1])):
+        with pytest.raises(ShardingError, match="never gathered"):
+            bs.scaled_mm(*operands)
+    with pytest.raises(ShardingError, match="never gathered"):  # every partial sum would add the bias
+        bs.scaled_mm(put(x, mesh, 1), w[1], bias=put(gaussian(512), mesh, None))
+    # 32 codes are half of a shard's two blocks of 16 bytes
+    odd = bs.quantize(put(gaussian(8, 96), mesh, None), "mxfp8_e4m3")
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.scaled_mm(put(gaussian(8, 96), mesh, 1), odd)
+
+
 def test_products_of_two_sharded_operands_raise(mesh):
     for dims in ((0, 0), (0, 1), (1, 0)):
         with pytest.raises(ShardingError, match="never gathered"):
@@ -259,6 +279,10 @@ def test_grouped_products_are_sharded_along_n(mesh):
     assert where(bs.scaled_grouped_mm(a, b, ends, starts=ends)) == "S1"
     acc = put(torch.zeros(64, 64), mesh, 1)
     assert where(bs.scaled_grouped_mm(a, b, ends, accumulate=acc)) == "S1"
+    bias = put(gaussian(3, 64), mesh, 1)
+    assert where(bs.scaled_grouped_mm(x, b, ends, starts=ends, bias=bias)) == "S1"  # weight-only
+    with pytest.raises(ShardingError, match="never gathered"):
+        bs.scaled_grouped_mm(put(gaussian(64, 128), mesh, 0), b, ends)
     rows = bs.quantize(put(gaussian(64, 128), mesh, 0), "mxfp8_e4m3")
     assert where(rows.data) == "S0"
     with pytest.raises(ShardingError, match="never gathered"):

@@ -79,7 +79,7 @@ def test_doctor_json_describes_this_machine(capsys: pytest.CaptureFixture[str]) 
     assert report["ok"]
     assert all(check["passed"] for check in report["checks"])
     choices = {(row["operation"], row["format"]): row["backend"] for row in report["choices"]}
-    assert {name for _, name in choices} == {*FORMATS, "any"}
+    assert {name for _, name in choices} == {*FORMATS, *(f"bf16 @ {name}" for name in FORMATS), "any"}
     assert choices["permute", "mxfp4"] == choices["swiglu_both", "nvfp4"] == "reference"
     assert choices["gemm", "mxfp8_e4m3"] == "torch"
     assert choices["gemm", "fp8_1x128"] == "reference"
@@ -108,6 +108,13 @@ def test_explain_for_a_gpu_not_on_this_machine(capsys: pytest.CaptureFixture[str
         assert main(["explain", "gemm", "--a", a, "--b", b, *sizes, "--device", "sm_90"]) == 0
         taken = next(line for line in capsys.readouterr().out.splitlines() if "->" in line)
         assert backend in taken
+
+
+@pytest.mark.parametrize("operation", ["gemm", "m_grouped"])
+def test_explain_knows_plain_left_operands(operation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for plain in ("bf16", "fp16", "fp32"):
+        assert main(["explain", operation, "--a", plain, "--b", "mxfp4", "--device", "sm_90"]) == 0
+        assert f"{operation} {plain} @ mxfp4" in capsys.readouterr().out
 
 
 def test_explain_shows_configuration_prediction_and_bound(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,10 @@ def test_it_covers_everything(sound):
     for name, spec in FORMATS.items():
         wanted = everywhere if spec.is_2d else everywhere | one_d
         assert {operation for operation, form in cells if form == name} == wanted
+        assert {operation for operation, form in cells if form == f"bf16 @ {name}"} == {"gemm", "m_grouped"}
+        for plain in ("bf16", "fp16", "fp32"):
+            ends = [check.name.split(" ")[0] for check in report.checks if check.name.endswith(f", {plain} @ {name}")]
+            assert {*ends} == {"gemm", "m_grouped"}
         checked = {check.name.split(",")[0].split(" ")[0] for check in report.checks if check.name.endswith(name)}
         some = importlib.import_module("blockscale.diagnostics.selfcheck").FUSED_FORMATS
         fused = {"swiglu", "swiglu_backward", "rmsnorm", "permute"} if name in some else set()
@@ -188,6 +192,16 @@ def test_a_product_that_does_not_write(device, broken):
     """Outputs start poisoned in tests, so an unwritten value is NaN, and a NaN figure fails."""
     broken("gemm", lambda a, b, out, *, bias, accumulate: None)
     assert failed(doctor(device)) == {"gemm"}
+
+
+def test_a_weight_only_product_that_rounds_its_rows(device, broken):
+    def launch(a, b, out, *, bias, accumulate):
+        a = a.bfloat16().float() if isinstance(a, torch.Tensor) else a
+        gemm_reference.scaled_mm(a, b, out, bias=bias, accumulate=accumulate)
+
+    broken("gemm", launch)
+    bad = {check.name for check in doctor(device).checks if not check.passed}
+    assert bad == {f"gemm float32, {a} @ {b}" for a in ("fp16", "fp32") for b in ("mxfp8_e4m3", "nvfp4")}
 
 
 def test_a_grouped_product_that_mistakes_its_group(device, broken):

@@ -65,6 +65,8 @@ def test_it_names_what_runs(device, name):
         (lambda: bs.scaled_mm(q, w), bs.explain("gemm", q, w)),
         (lambda: bs.scaled_mm(q, w, torch.float32), bs.explain("gemm", q, w, out_dtype=torch.float32)),
         (lambda: bs.scaled_mm(q, w, accumulate=acc), bs.explain("gemm", q, w, accumulate=True)),
+        (lambda: bs.scaled_mm(x, w), bs.explain("gemm", x, w)),
+        (lambda: bs.scaled_mm(x.float(), w, torch.float32), bs.explain("gemm", x.float(), w, out_dtype=torch.float32)),
     ]
     for call, explanation in calls:
         assert spied(call) == [taken(explanation)]
@@ -80,6 +82,8 @@ def test_it_names_what_runs_in_groups(device, name):
         (lambda: bs.scaled_grouped_mm(a, b, offs), bs.explain("grouped", a, b, offs), "m_grouped"),
         (lambda: bs.scaled_grouped_mm(tokens, tokens, offs), bs.explain("grouped", tokens, tokens, offs), "k_grouped"),
     ]
+    x = gaussian(48, 64, device=device)
+    calls.append((lambda: bs.scaled_grouped_mm(x, b, offs), bs.explain("grouped", x, b, offs), "m_grouped"))
     for call, explanation, op in calls:
         assert explanation.request.op == op
         assert spied(call) == [taken(explanation)]

@@ -1,4 +1,4 @@
-"""`QuantizedExperts`: rows of each expert by its own weight, plain and clamped SwiGLU, biases, every kind of routing."""
+"""`QuantizedExperts`: rows of each expert by its own weight, plain and clamped SwiGLU, biases, all routings."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_state_dict_has_the_names_of_the_layers():
         QuantizedGroupedLinear(E, inputs, outputs, device="meta", weights="nvfp4")
         for inputs, outputs in ((H, 2 * INNER), (INNER, H))
     )
-    empty, (x, routing, gates) = QuantizedExperts(*parts), routed()
+    empty, (x, routing, gates) = QuantizedExperts(next(parts), next(parts)), routed()
     empty.load_state_dict(layer.half().state_dict(), assign=True)
     assert torch.equal(empty(x, routing, gates), layer(x, routing, gates))
 

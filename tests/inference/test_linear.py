@@ -127,7 +127,7 @@ def test_conversions_of_dtype_change_the_bias_alone(format: str):
         layer = convert(made(format, ACTIVATIONS[format]))
         assert layer.bias is not None
         assert layer.bias.dtype != torch.float32
-        layer.bias = want.bias
+        layer.register_buffer("bias", want.bias)
         assert same(layer, want)
     layer = made(format, ACTIVATIONS[format])
     with pytest.raises(DtypeError, match="Rule: codes and scales keep their bytes"):
@@ -165,7 +165,7 @@ def test_leading_dimensions_and_empty_inputs(activations: str | None):
 def test_gradients_are_refused():
     layer = made()
     assert not list(layer.parameters())
-    with pytest.raises(BlockscaleError, match=r"input that requires a gradient\. Rule: it is frozen.*train with quanti"):
+    with pytest.raises(BlockscaleError, match=r"requires a gradient\. Rule: it is frozen.*train with quantize_"):
         layer(torch.randn(2, IN, requires_grad=True))
     with torch.no_grad():
         assert layer(torch.randn(2, IN, requires_grad=True)).shape == (2, OUT)
@@ -175,7 +175,7 @@ def test_what_it_cannot_multiply_says_why():
     layer = made()
     with pytest.raises(ShapeError, match=r"x \(2, 128\) for a weight \(136, 292\)"):
         layer(torch.randn(2, 128))
-    with pytest.raises(DtypeError, match="x is torch.int64"):
+    with pytest.raises(DtypeError, match=r"x is torch\.int64"):
         layer(torch.ones(2, IN, dtype=torch.int64))
     with pytest.raises(PairError):
         made("fp8_128x128", "mxfp8_e4m3")

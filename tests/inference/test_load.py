@@ -1,9 +1,8 @@
-"""`load`: logits of a trained model bit for bit from the bytes that it was exported with, and errors that name tensors."""
+"""`load`: logits of a trained model bit for bit from its exported bytes, and errors that name tensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from blockscale.autograd import RECIPES
 from blockscale.errors import BlockscaleError, CheckpointError
 from blockscale.formats import BlockScaled
 from blockscale.inference import FrozenReport, QuantizedLinear, QuantizedSwiGLU, SplitLinear, load
+from blockscale.inference.stored_activations import stored_activations
 from blockscale.models import ModelConfig, Transformer
 from blockscale.models.hugging_face import hugging_face_config, hugging_face_tensors, read_config
 from blockscale.nn import quantize_
@@ -134,10 +134,6 @@ def test_weight_only_logits_are_those_of_decoded_weights(tmp_path: Path):
     assert packed.layers[0].attention.qkv.weight.dtype == torch.uint8  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def changed(weights: Iterator[tuple[str, Any]], change: Any) -> list[tuple[str, Any]]:
-    return [(name, change(name, value)) for name, value in weights]
-
-
 def test_parts_with_other_tensor_scales_stay_apart(tmp_path: Path):
     """Each of q, k and v is multiplied as a layer of its own, by the bytes of the file."""
     model = Transformer.build(NARROW, 16)
@@ -177,10 +173,10 @@ def test_parts_of_several_kinds_stay_apart(tmp_path: Path):
 
 def test_a_quantized_head_reads_unrounded_inputs(tmp_path: Path):
     model = Transformer.build(NARROW, 16)
-    weights = changed(
-        hugging_face_tensors(model), lambda name, v: bs.quantize(v, "mxfp8_e4m3") if v.dim() == 2 and "embed" not in name
-        else v.detach().clone()
-    )  # fmt: skip
+    weights = [
+        (name, bs.quantize(v, "mxfp8_e4m3") if v.dim() == 2 and "embed" not in name else v.detach().clone())
+        for name, v in hugging_face_tensors(model)
+    ]
     checkpoints.write(tmp_path, weights, "blockscale", config=hugging_face_config(model, torch.float32))
     loaded, report = load(tmp_path, device="cpu")
     assert loaded.head.activations is None  # pyright: ignore[reportAttributeAccessIssue]
@@ -267,6 +263,15 @@ def test_activations_that_make_no_product_are_refused(tmp_path: Path):
         load(tmp_path, device="cpu", activations="mxpf4")
 
 
+def checkpoint(layout: str, about: dict[str, Any]) -> checkpoints.Checkpoint:
+    """A checkpoint of a config alone."""
+
+    def read(name: str) -> Tensor:
+        raise AssertionError(name)
+
+    return checkpoints.Checkpoint(Path("folder"), layout, {"quantization_config": about}, {}, {}, read)
+
+
 @pytest.mark.parametrize(
     ("layout", "about", "format", "want"),
     [
@@ -284,17 +289,12 @@ def test_activations_that_make_no_product_are_refused(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_what_checkpoints_say_of_activations(layout: str, about: dict[str, Any], format: str, want: Any):
-    from blockscale.inference.stored_activations import stored_activations
-
-    found = stored_activations(checkpoints.Checkpoint(Path("x"), layout, {"quantization_config": about}, {}, {}, id), format)  # pyright: ignore[reportArgumentType]
+    found = stored_activations(checkpoint(layout, about), format)
     assert (None if found is None else (found.format, found.scale_rule)) == want
 
 
 def test_unclear_activations_are_asked_for():
-    from blockscale.inference.stored_activations import stored_activations
-
     mixed = {"config_groups": {"a": {"input_activations": None}, "b": {"input_activations": {"num_bits": 8}}}}
     for layout, about in (("compressed_tensors", mixed), ("deepseek", {"activation_scheme": "static"})):
-        found = checkpoints.Checkpoint(Path("x"), layout, {"quantization_config": about}, {}, {}, id)  # pyright: ignore[reportArgumentType]
         with pytest.raises(CheckpointError, match="pass activations=None, or a format"):
-            stored_activations(found, "fp8_128x128")
+            stored_activations(checkpoint(layout, about), "fp8_128x128")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import check_name
-from ..names import FORMAT_NAMES, check_pair
+from ..names import FORMAT_NAMES, PLAIN_NAMES, check_pair
 from . import arguments
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ DEFAULT = "mxfp8_e4m3"
 # operations without formats
 MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_rows", "transpose_codes")
 PRODUCTS = ("gemm", "m_grouped", "k_grouped")
+# operations that take a plain left operand
+WEIGHT_ONLY = ("gemm", "m_grouped")
 
 
 def run(
@@ -50,7 +52,8 @@ def run(
             combine_dots is the gradient of the gate weights, clear_rows zeroes rows of no group, place_rows writes
             arriving tokens where their experts read them, transpose_codes turns
             N x K bytes of codes.
-        a: Format of the tensor, or of the first operand of a GEMM.
+        a: Format of the tensor, or of the first operand of a GEMM. bf16, fp16 and fp32 are a plain first operand
+            (gemm, m_grouped).
         b: Format of the second operand; default: the usual partner of the first, or the same for two casts.
         m: Rows of the first operand (N of a k-grouped result).
         n: Rows of the second operand; rows of the result of a permutation.
@@ -69,9 +72,13 @@ def run(
         arguments.refuse(f"--m {m} --n {n} --k {k} --groups {groups}", rule, "pass smaller sizes")
     given = {"--a": a != DEFAULT, "--b": b is not None, "--bias": bias, "--accumulate": accumulate}
     _check_used(operation, {flag for flag, is_given in given.items() if is_given})
-    for name in (a, b or a):
+    is_plain = operation in WEIGHT_ONLY and a in PLAIN_NAMES
+    for name in (*(() if is_plain else (a,)), *(() if b is None else (b,))):
         check_name(name, FORMAT_NAMES, "format")
-    if b is not None and operation in PRODUCTS:
+    if is_plain and accumulate:
+        rule = "accumulate takes products of two block-scaled operands"
+        arguments.refuse(f"--accumulate with --a {a}", rule, "leave --accumulate out")
+    if b is not None and operation in PRODUCTS and not is_plain:
         check_pair(a, b)
     import torch
 

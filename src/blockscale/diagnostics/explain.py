@@ -18,11 +18,14 @@ from ..casts.transpose import transpose_request
 from ..errors import check_name, refuse
 from ..formats.cast_spec import CastSpec
 from ..formats.checks import check_flag, check_kind
+from ..formats.spec import PLAIN_DTYPES
 from ..formats.tensor import BlockScaled, check_block_scaled
 from ..gemm.ops import check_dense, check_output, gemm_request
-from ..grouped import check_grouped
+from ..gemm.weight_only import check_no_accumulator, check_weight_only, weight_only_request
+from ..grouped import check_grouped, check_weight_only_grouped
 from ..grouped.ops import grouped_request
 from ..grouped.routing import rows_request
+from ..grouped.weight_only import weight_only_grouped_request
 from ..hardware import Capability
 from ..registry import Explanation, Request, explain_request
 
@@ -34,6 +37,8 @@ MOVES = ("permute_rows", "combine_rows", "combine_dots", "clear_rows", "place_ro
 OPERATIONS = ("cast", "cast_both", "dequantize", "gemm", "grouped", *FUSED, *MOVES)
 
 
+# operations that take a plain left operand
+WEIGHT_ONLY = ("gemm", "m_grouped")
 # operations that take no 2D formats
 GROUPED = ("m_grouped", "k_grouped", "permute", "permute_both", "permute_columns")
 
@@ -52,10 +57,11 @@ def explain(
 
     Operands are those of the call, and are checked as the call would: `explain("cast", x, "mxfp4")`,
     `explain("cast_both", x, "nvfp4", "nvfp4")`, `explain("dequantize", q)`, `explain("gemm", a, b)`,
-    `explain("grouped", a, b, offs)`; for fused casts too: `explain("swiglu_both", gate_up, "nvfp4", "nvfp4")`,
-    `explain("rmsnorm", x, weight, "mxfp4")`, `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`; for moves
-    of rows with the rows [T, k] of a routing: `explain("combine_rows", y, routing.rows)`.  on: another device, such as
-    `Capability("cuda", 90)`; operands may then be on the meta device.  out_dtype: with accumulate, that of the buffer.
+    `explain("grouped", a, b, offs)`; a of a product may be a plain tensor; for fused casts too:
+    `explain("swiglu_both", gate_up, "nvfp4", "nvfp4")`, `explain("rmsnorm", x, weight, "mxfp4")`,
+    `explain("permute_both", x, indices, offs, "mxfp4", "mxfp4")`; for moves of rows with the rows [T, k] of a routing:
+    `explain("combine_rows", y, routing.rows)`.  on: another device, such as `Capability("cuda", 90)`; operands may then
+    be on the meta device.  out_dtype: with accumulate, that of the buffer.
 
     >>> import blockscale as bs
     >>> q = bs.quantize(torch.randn(8, 64), "mxfp8_e4m3")
@@ -84,6 +90,15 @@ def explain(
         case ("gemm", [BlockScaled() as a, BlockScaled() as b]):
             check_dense(a, b)
             request = gemm_request(a, b, out_dtype, bias=bias, accumulate=accumulate)
+        case ("gemm", [Tensor() as x, BlockScaled() as w]):
+            check_weight_only(x, w, rank=2)
+            check_no_accumulator(accumulate)
+            request = weight_only_request(x, w, out_dtype, bias=bias)
+        case ("grouped", [Tensor() as x, BlockScaled() as w, Tensor() as ends]):
+            check_weight_only_grouped(x, w, ends, starts)
+            check_no_accumulator(accumulate)
+            options = {"bias": bias, "starts": starts is not None}
+            request = weight_only_grouped_request(x, w, ends.shape[0], out_dtype, **options)
         case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
             check_grouped(a, b, ends, starts)
             options = {"bias": bias, "accumulate": accumulate, "starts": starts is not None}
@@ -151,8 +166,9 @@ def _fused_request(op: str, operands: Sequence[object], offs: Tensor | None) -> 
 
 
 def partner(name: str) -> str:
-    """The format of a layer's weights if its activations have the format `name`."""
-    beside = {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128", "mxfp8_e4m3_128x128": "mxfp8_e4m3"}
+    """The format of a layer's weights if its activations have the format `name`, or, weight-only, are plain."""
+    beside = dict.fromkeys(PLAIN_DTYPES, "mxfp8_e4m3")
+    beside |= {"fp8_1x128": "fp8_128x128", "fp8_128x128": "fp8_1x128", "mxfp8_e4m3_128x128": "mxfp8_e4m3"}
     return beside.get(name, name)
 
 
@@ -162,7 +178,8 @@ def explain_sizes(
 ) -> Explanation:  # fmt: skip
     """`explain` of a call with operands of these sizes, without memory.
 
-    op: an operation of the registry.  size: M, N, K, groups.  a, b: formats; b is the usual partner of a by default.
+    op: an operation of the registry.  size: M, N, K, groups.  a, b: formats; b is the usual partner of a by default. A
+    plain left operand of a GEMM is bf16, fp16 or fp32.
     dtype: of the source of a cast, of the output of everything else.
     """
     m, n, k, groups = size
@@ -188,6 +205,10 @@ def explain_sizes(
         "place_rows": [empty(m, k), rows],
         "transpose_codes": [torch.empty(n, k, dtype=torch.uint8, device="meta")],
     }
+
+    def left() -> Tensor | BlockScaled:
+        return empty(m, k).to(PLAIN_DTYPES[a]) if a in PLAIN_DTYPES else quantize(empty(m, k), a)
+
     operands: list[Tensor | BlockScaled]
     match op.removesuffix("_both"):
         case plain if plain in tensors:
@@ -195,9 +216,9 @@ def explain_sizes(
         case "dequantize":
             operands = [quantize(empty(m, k), a)]
         case "gemm":
-            operands = [quantize(empty(m, k), a), quantize(empty(n, k), b or partner(a))]
+            operands = [left(), quantize(empty(n, k), b or partner(a))]
         case "m_grouped":
-            operands = [quantize(empty(m, k), a), quantize(empty(groups, n, k), b or partner(a)), offs]
+            operands = [left(), quantize(empty(groups, n, k), b or partner(a)), offs]
         case _:
             tokens = [(m, a), (n, b or a)]
             operands = [quantize(empty(k, rows), name, axis=-2, offs=offs).mT for rows, name in tokens]

@@ -20,7 +20,7 @@ from ..casts.fused import (
 from ..casts.permuted import permute_quantize_both, permute_quantize_columns, quantize_permute
 from ..casts.transpose import transpose_codes
 from ..errors import BackendError, OptionError
-from ..formats.spec import get_format
+from ..formats.spec import PLAIN_DTYPES, get_format
 from ..formats.tensor import BlockScaled
 from ..gemm import exact_mm, scaled_mm
 from ..grouped import scaled_grouped_mm, sort_by_expert
@@ -28,12 +28,14 @@ from ..grouped._reference import exact_grouped
 from ..grouped.routing import clear_rows, combine_dots, combine_rows, permute_rows, place_rows
 from ..hardware import capability
 from ..registry import Explanation, operations, use_backend
-from .explain import GROUPED, MOVES, explain_sizes, partner
+from .explain import GROUPED, MOVES, WEIGHT_ONLY, explain_sizes, partner
 from .quality import sqnr_db
 
 # against the exact product rounded to the output dtype, Gaussian operands; sm_90's FP8 tensor cores accumulate with
 # fewer bits, which moves some bf16 results by one unit in the last place
 _GATE_DB = 80.0
+# weight-only, bf16 output: products of more bits round in the fp32 sums, which moves a few results likewise
+_GATE_ROUNDED_DB = 70.0
 _GATE_FP8_CUDA_DB = {torch.float32: 77.0, torch.bfloat16: 57.0}
 
 
@@ -84,7 +86,8 @@ def _reason(explanation: Explanation) -> str:
 
 def _choices(name: str, samples: Samples) -> list[Choice]:
     without = {*MOVES, *(GROUPED if get_format(name).is_2d else ())}
-    return [_choice(operation, name, samples) for operation in operations() if operation not in without]
+    found = [_choice(operation, name, samples) for operation in operations() if operation not in without]
+    return [*found, *(_choice(operation, "bf16", samples, weight=name) for operation in WEIGHT_ONLY)]
 
 
 def move_choices(samples: Samples) -> list[Choice]:
@@ -92,9 +95,11 @@ def move_choices(samples: Samples) -> list[Choice]:
     return [_choice(operation, ANY, samples) for operation in MOVES]
 
 
-def _choice(operation: str, name: str, samples: Samples) -> Choice:
+def _choice(operation: str, name: str, samples: Samples, *, weight: str | None = None) -> Choice:
+    """Backend of an operation.  weight: format of a GEMM's right operand; the usual partner if not given."""
     (m, k), n, groups = samples.x.shape, samples.w.shape[0], samples.offs.shape[0]
-    found = explain_sizes(operation, (m, n, k, groups), name, on=capability(samples.x.device))
+    found = explain_sizes(operation, (m, n, k, groups), name, weight, on=capability(samples.x.device))
+    name = name if weight is None else f"{name} @ {weight}"
     return Choice(operation, name, found.taken.backend if found.taken else "none", _reason(found))
 
 
@@ -213,6 +218,25 @@ def _product_checks(name: str, samples: Samples) -> list[Check]:
     ]
 
 
+def _weight_only_checks(name: str, samples: Samples) -> list[Check]:
+    """Selected weight-only products against exact ones."""
+    weight, experts, offs = quantize(samples.w, name), quantize(samples.experts, name), samples.offs
+    checks: list[Check] = []
+    for plain, dtype in PLAIN_DTYPES.items():
+        gates = {torch.float32: _GATE_DB} | ({torch.bfloat16: _GATE_ROUNDED_DB} if plain == "bf16" else {})
+        x = (samples.x.float() / 3).to(dtype)  # a third has more bits than bf16
+        calls: dict[str, tuple[Callable[[torch.dtype], Tensor], Tensor]] = {
+            "gemm": (partial(scaled_mm, x, weight), exact_mm(x, weight)),
+            "m_grouped": (partial(scaled_grouped_mm, x, experts, offs), exact_grouped(x, experts, offs)),
+        }
+        checks += [
+            _close(f"{operation} {str(out)[6:]}, {plain} @ {name}", exact.to(out), partial(call, out), gate)
+            for operation, (call, exact) in calls.items()
+            for out, gate in gates.items()
+        ]
+    return checks
+
+
 def _fused_casts(name: str, samples: Samples) -> dict[str, Callable[[], tuple[BlockScaled | Tensor, ...]]]:
     """Each fusion as one call of all its operators."""
     x, weight, gate_up, grad = samples.x, samples.weight, samples.gate_up, samples.grad
@@ -263,4 +287,5 @@ PARTS: dict[str, Callable[[str, Samples], Sequence[Choice | Check]]] = {
     "casts": _cast_checks,
     "fused casts": _fused_checks,
     "products": _product_checks,
+    "weight-only products": _weight_only_checks,
 }

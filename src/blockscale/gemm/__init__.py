@@ -22,7 +22,6 @@ from .ops import (
     check_dense,
     check_operands,
     check_output,
-    check_ungrouped,
     multiply,
 )
 from .weight_only import check_no_accumulator, check_weight_only, weight_only_mm
@@ -62,7 +61,6 @@ def scaled_mm(
     """
     if isinstance(a, Tensor):
         check_weight_only(a, b, rank=2)
-        check_ungrouped(b, "b")
         check_no_accumulator(accumulate)
         check_output(out_dtype)
         check_bias(bias, (b.rows,), a.device)

@@ -186,7 +186,7 @@ def check_operands(a: BlockScaled, b: BlockScaled, *, ranks: tuple[int, int]) ->
     if isinstance(b, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = "the left operand alone may be a plain tensor: x [M, K] and a weight [N, K] give [M, N]"
         fix = f"pass the weight second, or cast b: blockscale.quantize(b, {partners_of(a.format)[0]!r})"
-        refuse(f"b is a Tensor {tuple(b.shape)} and a is {a}", rule, fix, error=DtypeError)
+        refuse(f"b is a Tensor, {in_words(b)}, and a is {a}", rule, fix, error=DtypeError)
     check_operand(b, "b", ranks[1], a)
     check_pair(a.format, b.format)
     check_devices(a, b)

@@ -17,7 +17,7 @@ from ..formats.tensor import BlockScaled, has_canonical_strides
 from ..hardware import capability, current_cuda_device
 from ..library import SUM, Sharding, define_op, empty
 from ..registry import Request, select
-from .ops import check_devices, check_lengths, check_operand, cut_rows
+from .ops import check_devices, check_lengths, check_operand, check_ungrouped, cut_rows
 
 PLAIN_NAME_OF = {dtype: name for name, dtype in PLAIN_DTYPES.items()}
 
@@ -88,13 +88,15 @@ def check_weight_only(x: Tensor, w: BlockScaled, rank: int) -> None:
         rule = "a rotation cancels only when both operands have it"
         fix = "cast the weight without hadamard, or cast a with the same hadamard option"
         refuse(f"b has Hadamard mask {w.hadamard}, and a is a plain tensor", rule, fix)
-    if w.group_align:
+    if rank == 2:
+        check_ungrouped(w, "b")
+    elif w.group_align:
         rule, fix = "a weight has no groups of tokens", "cast it without offs"
         refuse(f"b is {w}", rule, fix)
 
 
 def check_no_accumulator(accumulate: object) -> None:
-    """Raise if a weight-only product is to be added to a buffer."""
-    if accumulate is not None:
+    """Raise if a weight-only product is to be added to a buffer.  accumulate: None or False if it is not."""
+    if accumulate is not None and accumulate is not False:
         rule, fix = "accumulate takes products of two BlockScaled operands", "add the result yourself"
         refuse("accumulate with a plain left operand", rule, fix)

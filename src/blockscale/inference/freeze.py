@@ -6,7 +6,7 @@ and its memory freed, unless something else holds it: an optimizer, or an embedd
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,8 @@ def freeze_(
     weights, activations: formats of all frozen layers.  Without `weights` each layer with a recipe gets those of its
     fprop, and computes the same bits as before; without `activations` beside `weights` inputs are not rounded.
     head: format of the output head, whose input is never rounded; None: it stays as it is.
-    filter_fn(module, name): whether to freeze a layer; called for each layer that can be frozen, in place of the default
-    policy. By default routers and narrow layers stay in high precision.
+    filter_fn(module, name): whether to freeze a layer; called for each layer that can be frozen, in place of the
+    default policy, by which the head, routers and narrow layers stay in high precision.
 
     >>> model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
     >>> report = freeze_(model, "mxfp4")
@@ -167,19 +167,19 @@ def _plan(
     return Formats(CastSpec(b.format, b.scale_rule), own if activations is None else as_cast_spec(activations))
 
 
-def _freeze_layer(module: nn.Module, formats: Formats, cast: dict[tuple[int, str], BlockScaled]) -> None:
+def _freeze_layer(module: Any, formats: Formats, cast: dict[tuple[int, str], BlockScaled]) -> None:
     """Make a linear layer a frozen one, in place.  cast: operands of weights, which tied layers share."""
-    weight: Tensor = module.weight  # pyright: ignore[reportAssignmentType]
+    weight: Tensor = module.weight
     key = id(weight), formats.weights.plan().text()
     if key not in cast:
         cast[key] = quantize_weight(weight, formats.weights)
     kind = QuantizedGroupedLinear if isinstance(module, GroupedLinear) else QuantizedLinear
-    made = kind.from_operand(cast[key], module.bias, formats.activations)  # pyright: ignore[reportArgumentType]
+    made = kind.from_operand(cast[key], module.bias, formats.activations)
     made.train(module.training)
     hooks = {name: value for name, value in vars(module).items() if "hook" in name}
     vars(module).clear()
     vars(module).update(vars(made) | hooks)
-    module.__class__ = kind
+    _become(module, kind)
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -190,14 +190,18 @@ def _is_fused(module: nn.Module) -> bool:
     return None not in (recipe.fprop, recipe.dgrad, recipe.wgrad)
 
 
-def _freeze_mlp(module: nn.Module) -> None:
+def _freeze_mlp(module: Any) -> None:
     """Make an MLP whose layers were frozen a frozen one, in place."""
     parts = (module.gate_up, module.down)
     if not all(isinstance(part, FrozenLayer) for part in parts):
         return
     if isinstance(module, GroupedExperts):
-        module.clamp = None  # pyright: ignore[reportAttributeAccessIssue]
-    module.__class__ = QuantizedExperts if isinstance(module, GroupedExperts) else QuantizedSwiGLU
+        vars(module)["clamp"] = None
+    _become(module, QuantizedExperts if isinstance(module, GroupedExperts) else QuantizedSwiGLU)
+
+
+def _become(module: Any, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
 
 
 def _refuse_sharded(model: nn.Module) -> None:

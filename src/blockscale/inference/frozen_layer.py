@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..autograd.operands import Casts, matrix, needed_grads
+from ..autograd.operands import Casts, needed_grads
 from ..autograd.recipe import Operand, Product, Recipe
 from ..casts import FLOAT_DTYPES, quantize
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, refuse
@@ -161,7 +161,7 @@ class FrozenLayer(nn.Module):
             destination[prefix + name] = part
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **named: Any
     ) -> None:
         before, stored = dict(self._buffers), self._stored()
         for name, part in stored.items():
@@ -172,7 +172,7 @@ class FrozenLayer(nn.Module):
                 refuse(f"{prefix}{name} is {in_words(given)}", rule, fix, error=DtypeError)
         self._buffers.update(stored)
         try:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # pyright: ignore[reportArgumentType]
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **named)
             self._take_stored({name: part for name in stored if (part := self._buffers[name]) is not None})
         except BaseException:
             self._buffers.update(before)
@@ -253,5 +253,3 @@ def refuse_rank(weight: BlockScaled, rank: str) -> NoReturn:
 def shaped(y: Tensor, x: Tensor) -> Tensor:
     """A result [M, N] with the leading axes of the input."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-

@@ -49,9 +49,7 @@ class QuantizedLinear(FrozenLayer):
         self.set_weight(zero_operand(weights, (out_features, in_features), device), empty, activations)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, weights: str | CastSpec, activations: str | CastSpec | None = None
-    ) -> Self:
+    def from_linear(cls, linear: nn.Linear, weights: str | CastSpec, activations: str | CastSpec | None = None) -> Self:
         """The layer with the weight of a linear layer, rounded to a format, and the same bias."""
         return cls.from_operand(quantize_weight(linear.weight, weights), linear.bias, activations)
 

@@ -21,11 +21,11 @@ class FrozenReport(ConversionReport):
     bytes_before, bytes_after: of all parameters and buffers; of a loaded model before: of its files.
     """
 
-    DONE: ClassVar[str] = "frozen"
+    _DONE: ClassVar[str] = "frozen"
     bytes_before: int = 0
     bytes_after: int = 0
 
-    def totals(self) -> list[str]:
+    def _totals(self) -> list[str]:
         share = f"share: {100 * self.parameter_share:.1f} % of parameters"
         sizes = f"bytes: {short_count(self.bytes_before)} before, {short_count(self.bytes_after)} after"
         return [share, sizes]

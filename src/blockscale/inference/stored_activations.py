@@ -18,8 +18,8 @@ def stored_activations(found: Checkpoint, format: str) -> CastSpec | None:
     """Cast of the input of a layer with weights in a format; None: not rounded, as for all weights of 4 and 6 bits.
 
     FP8 blocks and MXFP8 are multiplied by activations in the same family, with powers of two as scales where the
-    checkpoint says `scale_fmt: "ue8m0"`. Of layouts with weight-only models, compressed-tensors says so by groups without
-    `input_activations`, modelopt by the name of its algorithm (`fp8_pb_wo`).
+    checkpoint says `scale_fmt: "ue8m0"`. Weight-only models of 8 bits: compressed-tensors has groups without
+    `input_activations`, modelopt an algorithm of this name (`fp8_pb_wo`).
     """
     spec = get_format(format)
     if spec.element.bits < 8:

@@ -106,7 +106,7 @@ class ConversionReport:
     """
 
     # what was done to the converted layers
-    DONE: ClassVar[str] = "converted"
+    _DONE: ClassVar[str] = "converted"
     recipe: Recipe
     converted: tuple[Converted, ...]
     skipped: tuple[Skipped, ...]
@@ -159,21 +159,21 @@ class ConversionReport:
         """The layers as lines of text, one for all blocks that are alike."""
         return _table(
             {
-                self.DONE: [(each, each.note) for each in self.converted],
+                self._DONE: [(each, each.note) for each in self.converted],
                 _KEPT: [(each, each.reason) for each in self.skipped],
             }
         )
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
-        text = [f"{self.recipe.name}: {len(self.converted)} of {total} linear layers {self.DONE}", *self.lines()]
+        text = [f"{self.recipe.name}: {len(self.converted)} of {total} linear layers {self._DONE}", *self.lines()]
         if self.others:
             kinds = (f"{each.modules} {each.kind} ({short_count(each.parameters)} parameters)" for each in self.others)
             text.append(f"not linear: {', '.join(kinds)}")
-        text += self.totals() if self.converted else []
+        text += self._totals() if self.converted else []
         return "\n".join([*text, *(f"warning: {each}" for each in self.warnings)])
 
-    def totals(self) -> list[str]:
+    def _totals(self) -> list[str]:
         """Lines on the model as a whole."""
         shares = f"{100 * self.parameter_share:.1f} % of parameters, {100 * self.flop_share:.1f} % of linear FLOPs"
         return [f"share: {shares}", f"roofline: {self._prediction()}"]
