@@ -13,7 +13,8 @@ from blockscale import checkpoints, inference
 from blockscale.cli.main import main
 from blockscale.models import Transformer
 from blockscale.models.hugging_face import hugging_face_config, hugging_face_tensors
-from support.small_runs import DENSE
+from blockscale.train import DataConfig, train
+from support.small_runs import DENSE, small
 
 pytest.importorskip("tyro", reason="the command line needs tyro, which is not installed")
 pytest.importorskip("rich", reason="the command line needs rich, which is not installed")
@@ -64,6 +65,22 @@ def test_the_tokenizer_in_the_folder_is_used(tmp_path: Path, capsys: pytest.Capt
     made.save(str(folder / "tokenizer.json"))
     want = text_after(folder, [5, 6], 4)
     assert said(capsys, str(folder), "--prompt", "w5 w6", "--new-tokens", "4") == " ".join(f"w{n}" for n in want) + "\n"
+
+
+def test_an_exported_run_has_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer.json is read by Hugging Face's package")
+    text, named = tmp_path / "text.txt", tmp_path / "made.json"
+    text.write_text("w1 w2 w3 w4 " * 300)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(40)}, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(named))
+    data = DataConfig(str(text), named, sequence=16, cache=tmp_path / "cache")
+    config = small("bf16", steps=1, folder=tmp_path / "run", model=replace(DENSE, vocabulary=40), data=data)
+    train(config)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == named.read_bytes()
+    capsys.readouterr()
+    assert said(capsys, str(tmp_path / "out"), "--prompt", "w1 w2", "--new-tokens", "3").startswith("w1 w2 w")
 
 
 @pytest.mark.parametrize(

@@ -126,18 +126,18 @@ def test_the_stream_of_a_first_prompt_has_the_bits_of_training(config: ModelConf
         assert torch.equal(model.stream(SYMBOLS, caches), want)
 
 
-def test_prompts_of_one_symbol_are_bitwise_steps_by_the_reference():
-    """With one sequence and one symbol, prefill and a step after reset have equal products by the reference, whose sums
-    do not depend on the number of rows; so have codes of activations with a scale for each row."""
+def test_reference_products_make_a_step_independent_of_the_batch():
+    """By the reference the sums of a row do not depend on the number of rows, and MXFP8 activations have scales for
+    each row: what attention caches in every layer has equal bits alone and in a batch. The head is torch's product."""
     model = converted("mxfp8")(Path())
     with bs.use_backend(gemm="reference"):
         together, alone = Decoder(model, 3, LENGTH), Decoder(model, 1, LENGTH)
         for place in range(4):
             a, b = together.step(SYMBOLS[:, place]), alone.step(SYMBOLS[1:2, place])
-            for layer in range(DENSE.layers):  # what blocks multiply, norm and rotate
+            for layer in range(DENSE.layers):
                 assert torch.equal(together.cache.keys[layer, 1], alone.cache.keys[layer, 0])
                 assert torch.equal(together.cache.values[layer, 1], alone.cache.values[layer, 0])
-            assert near(a[1:2], b)  # the head is torch's product
+            assert near(a[1:2], b)
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts and latent"])
@@ -192,9 +192,8 @@ def test_a_step_has_fixed_shapes_and_reads_nothing_back():
             SYMBOLS[:, 4]
         )
         assert torch.equal(graph(SYMBOLS[:, 4]), decoder._logits(SYMBOLS[:, 4]))
-    text = graph.code
-    assert "index_put_" in text
-    assert not any(word in text for word in ("_local_scalar_dense", ".item", "nonzero"))
+    assert "index_put_" in graph.code
+    assert not any(word in graph.code for word in ("_local_scalar_dense", ".item", "nonzero"))
 
 
 def test_training_does_not_see_the_cache():

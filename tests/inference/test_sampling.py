@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from blockscale.errors import BlockscaleError
 from blockscale.formats.stochastic import rng_state
@@ -64,6 +66,14 @@ def test_noise_is_a_function_of_seed_request_and_position():
     ]
     for other in others:
         assert float((other == want).double().mean()) < 0.01
+
+
+def test_a_draw_has_fixed_shapes_and_copies_nothing_from_the_host():
+    """Traced with logits that have no values; a constant in the trace would be a copy to the GPU, within a capture."""
+    inputs = torch.randn(3, 50, dtype=torch.bfloat16), torch.arange(3), torch.arange(3), rng_state(1)
+    graph = make_fx(functools.partial(sample, top_k=5), tracing_mode="fake")(*inputs)
+    assert torch.equal(graph(*inputs), sample(*inputs, top_k=5))
+    assert not any(word in graph.code for word in ("_tensor_constant", "lift_fresh", "_local_scalar_dense", "nonzero"))
 
 
 def test_greedy_text_is_the_most_likely_symbol_each_time(model: Transformer):

@@ -33,7 +33,9 @@ def gumbel(state: Tensor, requests: Tensor, positions: Tensor, vocabulary: int) 
     """
     symbols = torch.arange(vocabulary, device=state.device)
     ticks = torch.stack(torch.broadcast_tensors(state[0], positions[:, None]))
-    words = random_words(requests[:, None] * vocabulary + symbols, ticks, _STREAM)
+    # a group on the device: a number would be copied there, which a capture does not allow
+    group = torch.zeros((), dtype=torch.int64, device=state.device)
+    words = random_words(requests[:, None] * vocabulary + symbols, ticks, _STREAM, group)
     # in fp64, where neither end of (0, 1) rounds to 0 or 1
     return -(-((words.double() + 0.5) / 2**32).log()).log()
 
