@@ -113,6 +113,8 @@ def test_prompts_of_different_lengths_go_on_at_once(model: Transformer):
         alone = generate(model, PROMPTS[row : row + 1, :length], 5, temperature=1.0, seed=1, requests=[row])
         assert torch.equal(found[row, : length + 5], alone[0])
         assert not found[row, length + 5 :].any()
+    short = generate(model, PROMPTS + 1, 1, lengths=lengths)
+    assert [bool(row[length + 1 :].any()) for row, length in zip(short, lengths, strict=True)] == [False] * 3
 
 
 def test_an_end_symbol_fills_the_rest(model: Transformer):
@@ -133,6 +135,8 @@ def test_generation_stops_when_all_texts_have_ended(model: Transformer, monkeypa
     found = generate(model, PROMPTS[:1, :4], 40, end=end)
     assert len(steps) == 15
     assert found[0, 4:].tolist() == [end] * 40
+    padded = torch.cat((PROMPTS[:1], PROMPTS[:1] + 1), dim=1)
+    assert generate(model, padded, 40, end=end, lengths=[4])[0, 4:].tolist() == [end] * 40 + [0] * 4
 
 
 @pytest.mark.parametrize(
