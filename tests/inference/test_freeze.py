@@ -167,12 +167,12 @@ def test_weights_are_freed_and_bytes_counted():
 def test_hooks_and_references_stay():
     torch.manual_seed(0)
     mlp, seen = SwiGLU(32, 96, recipe="mxfp8"), []
-    model = nn.Sequential(nn.Linear(64, 32), mlp)
+    model = nn.Sequential(nn.Linear(64, 32), mlp).bfloat16()
     layer = model[0]
     layer.register_forward_hook(lambda *_: seen.append("layer"))
     mlp.gate_up.register_forward_hook(lambda *_: seen.append("gate_up"))
     bs.quantize_(model, "mxfp8")
-    x = 4 * torch.randn(64, 64)
+    x = 4 * torch.randn(64, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         want = model(x)
     freeze_(model)

@@ -246,11 +246,12 @@ def test_configs_that_the_transformer_does_not_compute(field: str, value: object
 
 
 def test_configs_of_other_versions_are_read():
-    about = hugging_face_config(Transformer.build(NARROW, 16, device="meta"), torch.float32)
+    config = replace(NARROW, head_dim=16, rope_theta=5e5, norm_eps=1e-6)
+    about = hugging_face_config(Transformer.build(config, 16, device="meta"), torch.float32)
     want = read_config(about, "config.json")
-    assert want == (replace(NARROW, head_dim=16), 16)
+    assert want == (config, 16)
     newer = {key: value for key, value in about.items() if key not in ("rope_theta", "rope_scaling")}
-    newer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "layer_types": ["full_attention"] * 2}
+    newer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "layer_types": ["full_attention"] * 2}
     assert read_config(newer, "config.json") == want
     assert read_config(about | {"head_dim": None, "mlp_bias": None, "sliding_window": 4096}, "config.json") == want
 
