@@ -1,8 +1,8 @@
 """`Decoder`: the logits of the full forward from prefill, chunks and steps, and no shape that depends on data.
 
-Rows of a result may differ in the last bits of bf16, since the order of sums in torch's products and attention depends
-on the number of rows. Two bf16 models that differ so agree to about 1% of the largest logit after two blocks; another
-position, mask or symbol changes logits by tens of percent. `GATE` is between the two.
+The order of sums in torch's products and attention depends on the number of rows, so logits may differ in the last bits
+of bf16. On the machine where this was written they are equal; half a bf16 ulp of noise in every attention moves them by
+0.004 of the largest logit, another symbol 16 places before by 0.04 to 0.56. `GATE` is between the two.
 """
 
 from __future__ import annotations
@@ -108,12 +108,13 @@ def test_prefill_chunk_and_steps_have_the_logits_of_the_full_forward(kind: str, 
     assert decoder.counts == decoder.cache.ends.tolist() == [LENGTH] * 3
 
 
-def test_the_gate_tells_a_missing_symbol():
-    """A change of one earlier symbol is far outside of the gate, so positions and masks are tested by it."""
+def test_the_gate_tells_a_missing_symbol(tmp_path: Path):
+    """A change of one earlier symbol is outside of the gate in every model, so positions and masks are tested by it."""
     changed = SYMBOLS.clone()
     changed[:, 3] += 1
-    model = built()
-    assert not near(full(model, changed)[:, -1], full(model)[:, -1])
+    for make in MODELS.values():
+        model = make(tmp_path / str(id(make)))
+        assert not near(full(model, changed)[:, -1], full(model)[:, -1])
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "experts and latent"])
