@@ -14,6 +14,7 @@ EXPECTED = {
     "three_products": {"fprop": 28.2, "dgrad": 28.2, "wgrad": 28.3},
     "grouped_experts": {"forward": 28.0, "weight gradient": 28.0},
     "mixture_of_experts": {"bf16": 10.0, "fp8_blockwise": 10.0},
+    "train_and_generate": {"right": 0.9, "frozen layers": 8},
     "fp4_gradients": {"one tick": 14.1, "mean of 64 ticks, x as cast": 32.0},
 }
 

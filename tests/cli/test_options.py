@@ -33,6 +33,7 @@ NEEDS = {
     "inspect": ["."],
     "convert-checkpoint": [".", "new"],
     "export": [".", "new"],
+    "generate": ["."],
 }
 # a misspelt option of each command
 MISSPELT = {
@@ -49,6 +50,7 @@ MISSPELT = {
     "inspect": ("--layot", "--layout"),
     "convert-checkpoint": ("--formt", "--format"),
     "export": ("--formt", "--format"),
+    "generate": ("--tempertaure", "--temperature"),
 }
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "what a checkpoint holds: layout, and format, shape and bytes of its weights",
     "convert-checkpoint": "a checkpoint in another layout or format, exactly unless rounding is allowed",
     "export": "weights of a training run as a checkpoint, with the bytes of training",
+    "generate": "text from a checkpoint",
 }
 USAGE = "usage: blockscale COMMAND [options]      (blockscale COMMAND --help for its options)\n"
 MISSING = (

@@ -7,20 +7,25 @@ experts.py       QuantizedGroupedLinear, QuantizedExperts
 freeze.py        freeze_: layers of a model as frozen ones
 split_linear.py  SplitLinear: parts of a fused layer that cannot be joined
 load.py          load: a checkpoint as a model; stored_activations.py: how its inputs are cast
+decoder.py       Decoder: logits symbol by symbol, with a cache; graphs.py: a call as a CUDA graph
+sampling.py      generate: greedy or random text
 report.py        FrozenReport
 """
 
 from ..nn.adapters import ClampedSwiGLU
+from .decoder import Decoder
 from .experts import QuantizedExperts, QuantizedGroupedLinear
 from .freeze import freeze_
 from .linear import QuantizedLinear
 from .load import Loaded, load
 from .mlp import QuantizedSwiGLU
 from .report import FrozenReport
+from .sampling import generate
 from .split_linear import SplitLinear
 
 __all__ = [
     "ClampedSwiGLU",
+    "Decoder",
     "FrozenReport",
     "Loaded",
     "QuantizedExperts",
@@ -29,5 +34,6 @@ __all__ = [
     "QuantizedSwiGLU",
     "SplitLinear",
     "freeze_",
+    "generate",
     "load",
 ]

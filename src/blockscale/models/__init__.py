@@ -2,6 +2,7 @@
 
     config.py       sizes                       transformer.py   blocks, model, loss, FLOPs per token
     attention.py    grouped queries, latent     recompute.py     selective activation recomputation
+    cache.py        keys and values of earlier symbols
     hugging_face.py safetensors for any Llama loader
 
 Names are resolved on first use: the command line reads sizes to print its help, and importing torch takes seconds.

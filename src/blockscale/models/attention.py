@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..hardware import for_products
 from ..nn import Linear
+from .cache import LayerCache
 from .config import LatentConfig, ModelConfig
 
 
@@ -43,14 +44,20 @@ def rotary_table(length: int, width: int, theta: float, device: torch.device | s
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotary positions applied to x [B, T, H, width]; table [2, T, width / 2]. Computed in fp32, rounded once."""
-    cosine, sine = (each[:, None] for each in table)
+    """Rotary positions applied to x [B, T, H, width]; table [2, T, width / 2], or [2, B, T, width / 2] where sequences
+    are at different positions. Computed in fp32, rounded once."""
+    cosine, sine = (each.unsqueeze(-2) for each in table)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of [B, T, H, width] each; k and v may have fewer heads."""
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache | None = None) -> Tensor:
+    """Causal attention of [B, T, H, width] each; k and v may have fewer heads.  cache: stores k and v, and has those of
+    earlier symbols. Without earlier symbols the operator is that of training."""
+    if cache is not None:
+        cache.store(k, v)
+        if not cache.is_empty:
+            return cache.attend(q)
     dtype, grouped = q.dtype, q.shape[2] != k.shape[2]
     q, k, v = (each.transpose(1, 2) for each in for_products(q, k, v))
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -69,13 +76,13 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.width, config.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor, cache: LayerCache | None = None) -> Tensor:
         """[B, T, dim] -> [B, T, dim]; table: of `rotary_table`, for T positions."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.width)).split(counts, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(attend(rotate(q, table), rotate(k, table), v).flatten(-2))
+        return self.out(attend(rotate(q, table), rotate(k, table), v, cache).flatten(-2))
 
 
 class LatentAttention(nn.Module):
@@ -97,7 +104,7 @@ class LatentAttention(nn.Module):
         self.kv_up = linear(latent.kv_rank, self.heads * (latent.nope_dim + latent.value_dim))
         self.out = linear(self.heads * latent.value_dim, config.dim)
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor, cache: LayerCache | None = None) -> Tensor:
         """[B, T, dim] -> [B, T, dim]; table: of `rotary_table`, for T positions."""
         sizes, heads = self.latent, self.heads
         parts = (self.down.out_features - sizes.kv_rank - sizes.rope_dim, sizes.kv_rank, sizes.rope_dim)
@@ -113,4 +120,4 @@ class LatentAttention(nn.Module):
         # torch's fused attentions need one head width for q, k and v; on meta, where FLOPs are counted, no padding
         wider = 0 if v.is_meta else max(0, self.query_width - sizes.value_dim)
         padded = functional.pad(v, (0, wider)) if wider else v
-        return self.out(attend(q, k, padded)[..., : sizes.value_dim].flatten(-2))
+        return self.out(attend(q, k, padded, cache)[..., : sizes.value_dim].flatten(-2))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..nn import GroupedLinear, MoE, SwiGLU
 from .attention import Attention, LatentAttention, RMSNorm, linear, rotary_table
+from .cache import LayerCache
 from .config import ModelConfig, Recompute
 from .recompute import selective
 
@@ -66,18 +67,18 @@ class Block(nn.Module):
             )
         self.recompute: Recompute = "none"
 
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]."""
+    def forward(self, x: Tensor, table: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, dim] -> [B, T, dim].  cache: keys and values of earlier symbols, without gradients."""
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.body(x, table)
+            return self.body(x, table, cache)
         named: dict[str, Any] = {"context_fn": selective} if self.recompute == "selective" else {}
         # nothing here uses torch's generators, and reading their state would end a capture
         y: Any = checkpoint(self.body, x, table, use_reentrant=False, preserve_rng_state=False, **named)
         return y
 
-    def body(self, x: Tensor, table: Tensor) -> Tensor:
+    def body(self, x: Tensor, table: Tensor, cache: LayerCache | None = None) -> Tensor:
         """The block without recomputation, [B, T, dim] -> [B, T, dim]."""
-        x = x + self.attention(self.attention_norm(x), table)
+        x = x + self.attention(self.attention_norm(x), table, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -159,12 +160,15 @@ class Transformer(nn.Module):
             if writes and isinstance(module, nn.Linear | GroupedLinear):
                 yield name, module
 
-    def stream(self, symbols: Tensor) -> Tensor:
-        """Normed residual stream after the last block, [B, T, dim]: the input of the head."""
+    def stream(self, symbols: Tensor, caches: Sequence[LayerCache] | None = None) -> Tensor:
+        """Normed residual stream after the last block, [B, T, dim]: the input of the head.
+
+        caches: of each layer, by `Cache.extend`, for symbols that follow others; no gradients then.
+        """
         x = self.embedding(symbols).to(STREAM)
-        table = self.table[:, : symbols.shape[1]]
-        for block in self.layers:
-            x = block(x, table)
+        table = self.table[:, : symbols.shape[1]] if caches is None else self.table[:, caches[0].positions]
+        for place, block in enumerate(self.layers):
+            x = block(x, table) if caches is None else block(x, table, caches[place])
         return self.norm(x)
 
     def forward(self, symbols: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from .files import write_synced
 
 VERSION = 1
 _NUMBERS = b"by the largest\0"  # part of the cache key: the vocabulary is the largest token id + 1
-_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _PARTS = ("train", "held_out")
 
 
@@ -191,7 +191,7 @@ def _encoder(path: Path) -> tuple[Callable[[str], list[int]], int]:
         rule = "it is a tokenizer.json as Hugging Face writes it"
         fix = "name such a file, or leave it out to train on bytes"
         raise DataError(message(f"tokenizer {str(path)!r}: {error}", rule=rule, fix=fix)) from None
-    found = [tokenizer.token_to_id(name) for name in _SEPARATORS]
+    found = [tokenizer.token_to_id(name) for name in SEPARATORS]
     end = [each for each in found if each is not None][:1]
     most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps
     return lambda text: [*tokenizer.encode(text, add_special_tokens=False).ids, *end], most + 1

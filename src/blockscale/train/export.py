@@ -7,6 +7,7 @@ gate and up) share its tensor scale, and then cut into the names of Hugging Face
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from ..models.transformer import Transformer
 from ..nn import quantize_
 from . import checkpoint
 from .config import RecipeConfig
+from .corpus import expanded
 from .run import recipe_of
 
 NATIVE = "blockscale"
@@ -43,7 +45,8 @@ class Exported(NamedTuple):
 
 
 def export_run(source: Path, target: Path, layout: str = NATIVE, format: str | None = None) -> Exported:
-    """Write a run's weights to a new folder: config.json, and safetensors with Hugging Face's names.
+    """Write a run's weights to a new folder: config.json, and safetensors with Hugging Face's names; beside them the
+    run's tokenizer.json, if it had one that is still there.
 
     source: folder of a run, whose last checkpoint is taken, or a checkpoint in it.  format: of the layers that the run
     converted; None: that of the recipe's forward, cast by its scale rule; bf16: all weights are written in bf16.
@@ -77,7 +80,10 @@ def export_run(source: Path, target: Path, layout: str = NATIVE, format: str | N
             found.append((name, kind, tuple(value.shape)))
             yield name, value
 
-    return Exported(path, write(target, weights(), layout, config=config), found)
+    files = write(target, weights(), layout, config=config)
+    if (tokenizer := about["data"].get("tokenizer")) and expanded(tokenizer).is_file():
+        shutil.copyfile(expanded(tokenizer), target / "tokenizer.json")
+    return Exported(path, files, found)
 
 
 def _model(path: Path, about: dict[str, Any]) -> Transformer:
