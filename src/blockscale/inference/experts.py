@@ -27,7 +27,7 @@ from ..grouped import Routing, as_routing, scaled_grouped_mm
 from ..nn import GroupedExperts, GroupedLinear
 from ..nn.adapters import ClampedSwiGLU
 from ..nn.mlp import is_plain
-from .frozen_layer import FrozenLayer, quantize_weight, refuse_rank, zero_operand
+from .frozen_layer import FrozenLayer, quantize_weight, zero_operand
 
 
 class QuantizedGroupedLinear(FrozenLayer):
@@ -35,6 +35,8 @@ class QuantizedGroupedLinear(FrozenLayer):
 
     weights, activations: as for `QuantizedLinear`; NVFP4 has a tensor scale for each expert.
     """
+
+    AXES = "[E, N, K]"
 
     def __init__(
         self,
@@ -61,20 +63,6 @@ class QuantizedGroupedLinear(FrozenLayer):
     ) -> Self:
         """The layer with the weights of `nn.GroupedLinear`, rounded to a format, and the same bias."""
         return cls.from_operand(quantize_weight(layer.weight, weights), layer.bias, activations)
-
-    @classmethod
-    def from_operand(
-        cls, weight: BlockScaled, bias: Tensor | None = None, activations: str | CastSpec | None = None
-    ) -> Self:
-        """The layer with weights [E, N, K] that are quantized already; their tensors are not copied."""
-        layer = cls.__new__(cls)
-        layer.set_weight(weight, bias, activations)
-        return layer
-
-    def set_weight(self, weight: BlockScaled, bias: Tensor | None, activations: str | CastSpec | None) -> None:
-        if isinstance(weight, BlockScaled) and len(weight.shape) != 3:  # pyright: ignore[reportUnnecessaryIsInstance]
-            refuse_rank(weight, "[E, N, K]")
-        super().set_weight(weight, bias, activations)
 
     @property
     def experts(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class FrozenLayer(nn.Module):
     whose `a` casts the input; None of them for a weight-only layer, which does not round its input.
     """
 
+    AXES: ClassVar[str]  # of the weight
     weight: Tensor
     weight_scale: Tensor
     weight_global_scale: Tensor | None
@@ -46,9 +47,21 @@ class FrozenLayer(nn.Module):
     scale_layout: str
     recipe: Recipe
 
+    @classmethod
+    def from_operand(
+        cls, weight: BlockScaled, bias: Tensor | None = None, activations: str | CastSpec | None = None
+    ) -> Self:
+        """The layer with a weight that is quantized already; its tensors are not copied."""
+        layer = cls.__new__(cls)
+        layer.set_weight(weight, bias, activations)
+        return layer
+
     def set_weight(self, weight: BlockScaled, bias: Tensor | None, activations: str | CastSpec | None) -> None:
         """Take an operand and a bias as buffers."""
         check_weight(weight)
+        if len(weight.shape) != len(self.AXES.split(",")):
+            rule = f"the weight of this layer is {self.AXES}"
+            refuse(f"weight is {weight}", rule, "pass one of this shape", error=ShapeError)
         check_bias_of(bias, weight)
         super().__init__()
         self.recipe = fprop_recipe(weight.format, activations)
@@ -243,11 +256,6 @@ def check_bias_of(bias: Tensor | None, weight: BlockScaled) -> None:
     if bias.shape != shape or bias.dtype not in FLOAT_DTYPES or bias.device != weight.device:
         rule = f"a bias is {tuple(shape)} in bfloat16, float16 or float32 on {weight.device}"
         refuse(f"bias is {in_words(bias)} on {bias.device}", rule, "pass one number for each output", error=ShapeError)
-
-
-def refuse_rank(weight: BlockScaled, rank: str) -> NoReturn:
-    """Raise the error of a weight with another number of axes."""
-    refuse(f"weight is {weight}", f"the weight of this layer is {rank}", "pass one of this shape", error=ShapeError)
 
 
 def shaped(y: Tensor, x: Tensor) -> Tensor:

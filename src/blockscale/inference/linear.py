@@ -14,7 +14,7 @@ from ..formats.cast_spec import CastSpec
 from ..formats.checks import check_flag, check_place, check_sizes
 from ..formats.tensor import BlockScaled
 from ..gemm import scaled_mm
-from .frozen_layer import FrozenLayer, quantize_weight, refuse_rank, shaped, zero_operand
+from .frozen_layer import FrozenLayer, quantize_weight, shaped, zero_operand
 
 
 class QuantizedLinear(FrozenLayer):
@@ -30,6 +30,8 @@ class QuantizedLinear(FrozenLayer):
     >>> {name: str(part.dtype)[6:] for name, part in layer.state_dict().items()}
     {'weight': 'float8_e4m3fn', 'weight_scale': 'float32', 'bias': 'float32'}
     """
+
+    AXES = "[N, K]"
 
     def __init__(
         self,
@@ -52,20 +54,6 @@ class QuantizedLinear(FrozenLayer):
     def from_linear(cls, linear: nn.Linear, weights: str | CastSpec, activations: str | CastSpec | None = None) -> Self:
         """The layer with the weight of a linear layer, rounded to a format, and the same bias."""
         return cls.from_operand(quantize_weight(linear.weight, weights), linear.bias, activations)
-
-    @classmethod
-    def from_operand(
-        cls, weight: BlockScaled, bias: Tensor | None = None, activations: str | CastSpec | None = None
-    ) -> Self:
-        """The layer with a weight [N, K] that is quantized already; its tensors are not copied."""
-        layer = cls.__new__(cls)
-        layer.set_weight(weight, bias, activations)
-        return layer
-
-    def set_weight(self, weight: BlockScaled, bias: Tensor | None, activations: str | CastSpec | None) -> None:
-        if isinstance(weight, BlockScaled) and len(weight.shape) != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-            refuse_rank(weight, "[N, K]")
-        super().set_weight(weight, bias, activations)
 
     @property
     def in_features(self) -> int:
