@@ -26,7 +26,6 @@ import blockscale as bs
 from blockscale.bench.gemms import sqnr_db
 from blockscale.bench.store import command_line, where
 from blockscale.bench.timing import Slice, Timing, input_sets, measure, prepare, watch
-from blockscale.formats import BlockScaled
 from blockscale.gemm import PackedWeight, exact_mm, heuristics_weights, pack_weight
 from blockscale.gemm.packed import PACKABLE
 from blockscale.hardware import capability, sm_count
@@ -115,14 +114,14 @@ def copies_of(w: PackedWeight) -> list[PackedWeight]:
 
 
 def slices_of(
-    x: Tensor, q: BlockScaled, weights: list[PackedWeight], plain: list[Tensor], make: Callable[..., Slice]
+    x: Tensor, weights: list[PackedWeight], plain: list[Tensor], make: Callable[..., Slice]
 ) -> dict[str, Slice]:
     """Variants of one product."""
     targets = [torch.empty_like(w.data) for w in weights]
     found = {
         OURS: make([functools.partial(ours, x, w) for w in weights]),
         BF16: make([functools.partial(torch.mm, x, w.mT) for w in plain]),
-        "decoded": make([functools.partial(bs.scaled_mm, x, q)]),
+        "decoded": make([functools.partial(bs.scaled_mm, x, each.unpack()) for each in weights]),
         COPY: make([functools.partial(a.copy_, w.data) for a, w in zip(targets, weights, strict=True)]),
     }
     if capability(x.device).sm == 90 and x.shape[0] <= heuristics_weights.MAX_TOKENS:
@@ -148,9 +147,7 @@ def products(options: Options, device: torch.device) -> Iterator[Found]:
                 found = Found(name, m, n, k, weights[0].nbytes, round(us, 1), db)
                 if not found.wrong:
                     make = functools.partial(prepare, device=device, seconds=0.004)
-                    times = measure(
-                        slices_of(x, q, weights, plain, make), rounds=options.rounds, sample=telemetry.sample
-                    )
+                    times = measure(slices_of(x, weights, plain, make), rounds=options.rounds, sample=telemetry.sample)
                     _note(found, times)
                     reading = telemetry.take()
                     found.sm_clock_mhz = reading.sm_clock_mhz if reading else None

@@ -187,12 +187,13 @@ class Kernel:
         return self.defer(request) if self.defer else None
 
     def conversions(self, request: Request) -> tuple[str, ...]:
-        """Scale layouts that must be converted before this kernel runs, as text."""
-        return tuple(
-            f"{name} scales {layout} -> {self.layouts[name]}"
-            for name, layout in zip(request.formats, request.layouts, strict=False)
-            if self.layouts.get(name, layout) != layout
-        )
+        """Scale layouts that must be converted before this kernel runs, as text. A kernel that reads any layout reads
+        no packed weight."""
+        pairs = zip(request.formats, request.layouts, strict=False)
+        read = [
+            (name, layout, self.layouts.get(name, "plain" if layout == "packed" else layout)) for name, layout in pairs
+        ]
+        return tuple(f"{name} scales {layout} -> {wanted}" for name, layout, wanted in read if wanted != layout)
 
 
 kernel = Kernel  # as a decorator

@@ -30,7 +30,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *words, "--activations", "mxfp8_e4m3")
     assert text[0].startswith("gpt-oss 120B, 116.8 billion")
     assert sum("mxfp4 @ mxfp8_e4m3" in line for line in text) == 3  # decoding, prefill, turning
-    assert "a prefill of 4,096 tokens" in text
+    assert "a prefill of 4,096 tokens into an empty cache" in text
     slower = said(capsys, "--roof", "nominal")[1]
     assert "nominal" in slower
 
@@ -41,6 +41,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model gpt9", "unknown model"),
         ("--weights int4", "unknown format"),
         ("--weights mxfp4 --activations fp8_1x128", "fp8_1x128"),
+        ("--weights bf16 --activations mxfp8_e4m3", "bf16 weights alone"),
         ("--batch 0", "--batch 0"),
         ("--prompt 0", "--prompt 0"),
         ("--machine h300", "unknown machine"),

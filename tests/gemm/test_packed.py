@@ -15,7 +15,8 @@ from blockscale.errors import BlockscaleError
 from blockscale.formats import BlockScaled
 from blockscale.formats.decoding import decode_blocks, decode_codes
 from blockscale.gemm import PackedWeight, exact_mm, pack_weight
-from blockscale.gemm.packed import _BIT_OFFSETS, _BITS, PACKABLE, packed_shapes
+from blockscale.gemm.packed import _BIT_OFFSETS, _BITS, MOST_EXPONENT, PACKABLE, packed_shapes
+from blockscale.hardware import Capability
 from support.ptx import run_ptx
 
 every_format = pytest.mark.parametrize("name", PACKABLE)
@@ -99,6 +100,13 @@ def test_products_of_packed_weights(name: str) -> None:
 # ---- what cannot be packed -------------------------------------------------------------------------------------------
 
 
+def blocks_of_zeros() -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales [64, 64] of MXFP4: bytes of the whole range, and a block of zeros of byte 129."""
+    codes, scale = torch.full((64, 32), 0x11), torch.full((64, 2), 127)
+    codes[0, :16], scale[0, 0], scale[1, 0], scale[1, 1] = 0, 129, 0, 128
+    return codes, scale
+
+
 def refusals() -> list[tuple[str, BlockScaled]]:
     w4, wn, w8 = (bs.quantize(torch.randn(64, 64), name) for name in PACKABLE)
     nan = torch.full_like(raw(w4.scale), 127)
@@ -111,7 +119,9 @@ def refusals() -> list[tuple[str, BlockScaled]]:
     codes[5, 5] = 0xFF
     return [
         ("NaN (byte 0xFF)", with_bytes(w4, scale=nan)),
-        ("span at most 2^128", with_bytes(w4, torch.full((64, 32), 0x11), wide)),
+        ("lie between 2^-127 and 2^1", with_bytes(w4, torch.full((64, 32), 0x11), wide)),
+        ("moved by at most 2^24", with_bytes(w4, torch.full((64, 32), 0x11), torch.full_like(wide, 153))),
+        ("blocks of zeros 2^2 to 2^2", with_bytes(w4, *blocks_of_zeros())),
         ("NaN or negative", with_bytes(wn, scale=negative)),
         ("NaN codes", with_bytes(w8, codes)),
         ("w is mxfp6_e2m3", bs.quantize(torch.randn(64, 64), "mxfp6_e2m3")),
@@ -121,7 +131,7 @@ def refusals() -> list[tuple[str, BlockScaled]]:
     ]
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(10))
 def test_refusals_have_value_rule_and_fix(index: int) -> None:
     what, w = refusals()[index]
     with pytest.raises(BlockscaleError) as error:
@@ -131,8 +141,36 @@ def test_refusals_have_value_rule_and_fix(index: int) -> None:
     assert any(part in str(error.value) for part in what.split(" or w"))
 
 
-def test_a_weight_is_checked_before_a_product() -> None:
+def test_explain_knows_packed_weights() -> None:
+    x, packed = torch.randn(2, 96).bfloat16(), pack_weight(weight(40, 96, "mxfp4"))
+    found = {each.backend: each for each in bs.explain("gemm", x, packed).candidates}
+    assert found["torch"].taken
+    assert found["torch"].conversions == ("mxfp4 scales packed -> plain",)
+    if "hopper_weights" in found:
+        here = bs.explain("gemm", x, packed, on=Capability("cuda", 90)).candidates
+        reason = next(each.reason for each in here if each.backend == "hopper_weights")
+        assert reason == "able, but only if forced"
+
+
+def test_packed_bytes_may_start_anywhere_in_a_buffer() -> None:
+    """As views into a file do."""
+    q = weight(40, 96, "mxfp4")
+    packed = pack_weight(q)
+    buffer = torch.zeros(packed.data.numel() + 1, dtype=torch.uint8)
+    buffer[1:] = packed.data.flatten()
+    moved = replace(packed, data=buffer[1:].view(packed.data.shape))
+    assert torch.equal(raw(moved.unpack().data), raw(packed.unpack().data))
+
+
+def test_a_packed_weight_moves_and_is_not_converted() -> None:
     packed = pack_weight(weight(40, 96, "mxfp4"))
+    assert packed.to("cpu").data.dtype == torch.uint8
+    with pytest.raises((TypeError, RuntimeError)):
+        packed.to(torch.float16)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_weight_is_checked_before_a_product() -> None:
+    packed, scaled = (pack_weight(weight(40, 96, name)) for name in ("mxfp4", "nvfp4"))
     x = torch.randn(2, 96)
     for wrong, given in (
         (x[:, :64], packed),
@@ -140,6 +178,12 @@ def test_a_weight_is_checked_before_a_product() -> None:
         (x[0], packed),
         (x, replace(packed, data=packed.data[:, :1])),
         (x, replace(packed, shape=(500, 96))),
+        (x, replace(packed, global_scale=torch.ones(()))),
+        (x, replace(packed, exponent=3)),
+        (x, replace(scaled, global_scale=None)),
+        (x, replace(scaled, global_scale=torch.ones(40))),
+        (x, replace(scaled, global_scale=torch.ones((), dtype=torch.bfloat16))),
+        (x, replace(scaled, global_scale=torch.ones((), device="meta"))),
         (bs.quantize(x, "mxfp4"), packed),
     ):
         with pytest.raises(BlockscaleError):
@@ -280,7 +324,7 @@ def test_scale_bytes_decode_exactly(name: str, least: int, most: int) -> None:
     if name == "mxfp8_e4m3":
         codes[(codes & 0x7F) == 0x7F] = 0
     span = torch.arange(256 * 8).view(256, 8) % (most - least + 1)
-    for low in (least, 100 if name == "mxfp4" else 0):
+    for low in (least, MOST_EXPONENT if name == "mxfp4" else 0):
         bytes_ = low + span
         given = with_bytes(w, codes, bytes_)
         packed = pack_weight(given)
@@ -297,7 +341,7 @@ def test_scale_bytes_decode_exactly(name: str, least: int, most: int) -> None:
 def test_blocks_of_zeros_may_have_any_scale() -> None:
     w = bs.quantize(torch.zeros(64, 256), "mxfp4")
     for least in (0, 100):
-        scale = torch.arange(64 * 8).view(64, 8) % 150 + least
+        scale = torch.arange(64 * 8).view(64, 8) % 40 + least
         codes = torch.zeros(64, 128)
         codes[:, :16] = 0x22  # one block of values, of scale 1
         scale[:, 0] = 127

@@ -3,6 +3,8 @@ sums, bias, NaN, Inf and overflow."""
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -206,6 +208,44 @@ def test_x_is_never_rounded_to_the_precision_that_torch_allows(device):
     finally:
         matmul.fp32_precision = before
     assert sqnr_db(exact_mm(x, w), product).item() >= 120.0
+
+
+def test_threads_do_not_multiply_in_the_precision_that_another_restores():
+    """A second product begins while a first one has changed the setting, and multiplies after it was restored."""
+    x, w = operands(("fp32", "fp8_1x128"), 8, 48, 256, torch.device("cpu"))
+    matmul, original = torch.backends.mkldnn.matmul, torch.Tensor.__matmul__
+    before, seen, started = matmul.fp32_precision, [], []
+
+    def spied(a: Tensor, b: Tensor) -> Tensor:
+        if not started:
+            started.append(threading.Thread(target=bs.scaled_mm, args=(x, w, torch.float32)))
+            started[0].start()
+            time.sleep(0.2)  # the other one comes to its product, or to the lock
+        seen.append(matmul.fp32_precision)
+        return original(a, b)
+
+    matmul.fp32_precision = "tf32"
+    try:
+        with pytest.MonkeyPatch.context() as patch, bs.use_backend(gemm="torch"):
+            patch.setattr(torch.Tensor, "__matmul__", spied)
+            bs.scaled_mm(x, w, torch.float32)
+            started[0].join()
+    finally:
+        matmul.fp32_precision = before
+    assert seen == ["ieee", "ieee"]
+
+
+def test_an_inherited_precision_stays_inherited():
+    x, w = operands(("fp32", "fp8_1x128"), 8, 48, 256, torch.device("cpu"))
+    everywhere, matmul = torch.backends.fp32_precision, torch.backends.mkldnn.matmul
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with bs.use_backend(gemm="torch"):
+            bs.scaled_mm(x, w, torch.float32)
+        torch.backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = everywhere
 
 
 @pytest.mark.parametrize("pair", FEW, ids="@".join)

@@ -190,3 +190,12 @@ def test_what_it_cannot_multiply_says_why():
         QuantizedLinear.from_operand(bs.quantize(torch.randn(64, 32), "mxfp4", axis=-2))
     with pytest.raises(ShapeError, match=r"Rule: a bias is \(64,\)"):
         QuantizedLinear.from_operand(bs.quantize(torch.randn(64, 32), "mxfp4"), torch.zeros(32))
+
+
+def test_codes_of_another_format_are_not_loaded():
+    """The two MXFP6 formats have tensors of one dtype and shape."""
+    source = QuantizedLinear.from_linear(nn.Linear(64, 32), "mxfp6_e2m3")
+    other = QuantizedLinear(64, 32, weights="mxfp6_e3m2")
+    with pytest.raises(BlockscaleError, match="weight is mxfp6_e2m3 for a layer of mxfp6_e3m2"):
+        other.load_state_dict(source.state_dict())
+    QuantizedLinear(64, 32, weights="mxfp6_e2m3").load_state_dict(source.state_dict())

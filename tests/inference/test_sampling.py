@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from blockscale.errors import BlockscaleError
 from blockscale.formats.stochastic import rng_state
 from blockscale.inference import Decoder, generate
 from blockscale.inference.sampling import gumbel, sample
-from blockscale.models import Transformer
+from blockscale.models import ModelConfig, Transformer
 from support.small_runs import DENSE
 
 PROMPTS = torch.arange(12).view(3, 4) * 31 % 251
@@ -171,3 +172,55 @@ def test_captured_text_is_the_eager_one(model: Transformer):
         positions = torch.full_like(requests, place)
         assert torch.equal(found[:, place], sample(logits, positions, requests, state))
         logits = decoder.step(found[:, place])
+
+
+def test_results_may_be_trained_on():
+    """They are ordinary tensors, not those of inference mode."""
+    model = Transformer.build(ModelConfig(layers=1), 32)
+    prompt = torch.tensor([[1, 2, 3]])
+    model.loss(generate(model, prompt, 4)).backward()
+    assert model.norm.weight.grad is not None
+    weight = torch.ones(256, requires_grad=True)
+    (Decoder(model, 1, 8).prefill(prompt) * weight).sum().backward()
+
+
+def test_a_tiny_temperature_is_greedy():
+    model, prompt = Transformer.build(ModelConfig(layers=1), 32), torch.tensor([[1, 2, 3]])
+    greedy = generate(model, prompt, 8)
+    for temperature in (1e-300, 5e-324):
+        assert torch.equal(generate(model, prompt, 8, temperature=temperature), greedy)
+
+
+def test_no_new_symbols_and_lengths():
+    model, prompts = Transformer.build(ModelConfig(layers=1), 32), torch.tensor([[1, 9, 9], [1, 2, 3]])
+    assert generate(model, prompts, 0, lengths=[1, 3]).tolist() == [[1, 0, 0], [1, 2, 3]]
+    with pytest.raises(BlockscaleError, match="lengths"):
+        generate(model, prompts, 0, lengths=[7, 3])
+
+
+def test_autocast_does_not_change_the_dtype_of_the_cache():
+    model, prompt = Transformer.build(ModelConfig(layers=1), 32), torch.tensor([[1, 2, 3]])
+    with torch.autocast("cpu", torch.float16):
+        assert generate(model, prompt, 4).shape == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"requests": [2**63]}, "requests"),
+        ({"requests": [2**56]}, "requests"),
+        ({"end": 256}, "end=256"),
+        ({"lengths": 3}, "lengths=3"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], part: str):
+    model = Transformer.build(ModelConfig(layers=1), 32)
+    with pytest.raises(BlockscaleError, match=part):
+        generate(model, torch.tensor([[1, 2, 3]]), 4, **options)
+
+
+@pytest.mark.parametrize("symbol", [256, -1])
+def test_symbols_out_of_range(symbol: int):
+    model = Transformer.build(ModelConfig(layers=1), 32)
+    with pytest.raises(BlockscaleError, match=f"symbol {symbol}"):
+        generate(model, torch.tensor([[1, symbol]]), 2)

@@ -94,7 +94,7 @@ def test_a_prefill_multiplies_all_tokens_and_reads_weights_once():
     dense, cache, head = cost.steps
     assert dense.flops == 2 * LLAMA.dense * 1024
     assert dense.bytes == 2 * LLAMA.dense
-    assert cache.flops == 1024 * 256 * 32 * 4 * 32 * 128
+    assert cache.flops == 1024 * 256.5 * 32 * 4 * 32 * 128
     assert head.flops == 2 * 2 * 4096 * 128256
     whole, rest = (
         prefill_cost(LLAMA, Serving(context=0), 1024, H200),
@@ -104,6 +104,14 @@ def test_a_prefill_multiplies_all_tokens_and_reads_weights_once():
     assert first.steps[1].flops + rest.steps[1].flops == whole.steps[1].flops
 
 
+@pytest.mark.parametrize(("context", "prompt"), [(0, 1), (0, 512), (0, 4096), (100, 64), (1024, 64)])
+def test_attended_tokens_are_counted_one_by_one(context: int, prompt: int):
+    """gpt-oss: every second layer attends to 128 tokens."""
+    seen = [context + token + 1 for token in range(prompt)]
+    want = sum(each + min(each, 128) for each in seen) / 2 / prompt
+    assert SERVED_MODELS["gpt-oss 20B"].causal(context, prompt) == pytest.approx(want)
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
@@ -111,6 +119,7 @@ def test_a_prefill_multiplies_all_tokens_and_reads_weights_once():
         ({"context": -1}, "context=-1"),
         ({"weights": "int4"}, "int4"),
         ({"activations": "fp8_1x128"}, "without weights"),
+        ({"weights": "mxfp4", "activations": "fp8_1x128"}, "mxfp4"),
     ],
 )
 def test_refusals(fields: dict[str, object], part: str):

@@ -59,6 +59,9 @@ def run(
         check_name(name, FORMAT_NAMES, "format")
     if activations not in (STORED, BF16):
         check_name(activations, FORMAT_NAMES, "format")
+        if not names:
+            rule = "a product with bf16 weights multiplies bf16"
+            arguments.refuse(f"--activations {activations} with bf16 weights alone", rule, "name a format in --weights")
         for name in names:
             check_pair(activations, name)
     console = arguments.wide_console()
@@ -112,7 +115,7 @@ def _prefills(
     """Table of prefills into an empty cache."""
     from ..roofline.inference import prefill_cost
 
-    table = arguments.table(f"a prefill of {prompt:,} tokens", _PREFILL, _PREFILL[1:-1], padding=0)
+    table = arguments.table(f"a prefill of {prompt:,} tokens into an empty cache", _PREFILL, _PREFILL[1:-1], padding=0)
     for batch in batches:
         table.add_section()
         costs = [prefill_cost(sizes, replace(each, batch=batch, context=0), prompt, roofs) for each in served]

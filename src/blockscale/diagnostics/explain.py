@@ -21,6 +21,8 @@ from ..formats.checks import check_flag, check_kind
 from ..formats.spec import PLAIN_DTYPES
 from ..formats.tensor import BlockScaled, check_block_scaled
 from ..gemm.ops import check_dense, check_output, gemm_request
+from ..gemm.packed import PackedWeight
+from ..gemm.packed_ops import check_packed, packed_request
 from ..gemm.weight_only import check_no_accumulator, check_weight_only, weight_only_request
 from ..grouped import check_grouped, check_weight_only_grouped
 from ..grouped.ops import grouped_request
@@ -45,7 +47,7 @@ GROUPED = ("m_grouped", "k_grouped", "permute", "permute_both", "permute_columns
 
 def explain(
     op: str,
-    *operands: Tensor | BlockScaled | str | CastSpec,
+    *operands: Tensor | BlockScaled | PackedWeight | str | CastSpec,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
     accumulate: bool = False,
@@ -99,6 +101,9 @@ def explain(
             check_no_accumulator(accumulate)
             options = {"bias": bias, "starts": starts is not None}
             request = weight_only_grouped_request(x, w, ends.shape[0], out_dtype, **options)
+        case ("gemm", [Tensor() | BlockScaled() as x, PackedWeight() as w]):
+            check_no_accumulator(accumulate)
+            request = packed_request(check_packed(x, w), w, out_dtype, bias=bias)
         case ("grouped", [BlockScaled() as a, BlockScaled() as b, Tensor() as ends]):
             check_grouped(a, b, ends, starts)
             options = {"bias": bias, "accumulate": accumulate, "starts": starts is not None}

@@ -8,6 +8,7 @@ Compiled for sm_90; it has never run on a GPU, so it is selected only if it is f
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -102,10 +103,15 @@ def launch(
     plain = isinstance(w, Tensor)
     name = "bf16" if plain else w.format
     tile = tile or tile_for(x.shape[0], name)
-    if plain and not is_tma_addressable(w):
-        tile = tile._replace(pdl=False)  # a copy of it is written by the kernel in front
+    if isinstance(w, Tensor):
+        if not is_tma_addressable(w):
+            tile = tile._replace(pdl=False)  # a copy of it is written by the kernel in front
+    elif any(each.data_ptr() % 16 for each in (w.data, w.scale)):
+        w, tile = replace(w, data=w.data.clone(), scale=w.scale.clone()), tile._replace(pdl=False)
+    if x.stride(0) < x.shape[1]:  # rows that share memory
+        x = x.contiguous()
     weights = (descriptor(w, (TILE_ROWS, CHUNK)),) * 2 if plain else _packed_descriptors(w, tile)
-    scale = None if plain else w.global_scale
+    scale = None if isinstance(w, Tensor) else w.global_scale
     tensors = (
         *weights, descriptor(x, (tile.bn, CHUNK)),
         out, scale, None if bias is None else bias.contiguous(),

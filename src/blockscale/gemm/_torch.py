@@ -218,16 +218,23 @@ _SETTING = threading.Lock()
 
 @contextlib.contextmanager
 def _ieee(backend: Any) -> Generator[None]:
-    """Context without reduced precision of fp32 GEMMs; the lock as in `_rounded_mm`."""
-    if backend.fp32_precision in ("none", "ieee"):
+    """Context without reduced precision of fp32 GEMMs; the lock as in `_rounded_mm`.
+
+    A setting that is inherited from `torch.backends` stays inherited: torch's getter does not tell, but a setting that
+    is unset reads as what it inherits.
+    """
+    with _SETTING:  # a thread that holds it has changed the setting for its own product
+        allowed = backend.fp32_precision
+    if allowed in ("none", "ieee"):
         yield
         return
     with _SETTING:
-        before, backend.fp32_precision = backend.fp32_precision, "ieee"
+        before, backend.fp32_precision = backend.fp32_precision, "none"
+        inherited, backend.fp32_precision = backend.fp32_precision == before, "ieee"
         try:
             yield
         finally:
-            backend.fp32_precision = before
+            backend.fp32_precision = "none" if inherited else before
 
 
 def _rounded_mm(x: Tensor, y: Tensor, out: Tensor) -> None:

@@ -9,7 +9,8 @@ bits of a code lie where one shift or rotation, or two, bring them to sign, expo
 (`_BIT_OFFSETS`). E4M3: a word holds k = 32 i + 2 j + h, j = 0 to 15, in byte i of half h.
 
 E8M0 scales are stored as the exponent field of a bf16 factor, which is finite for scale bytes to 128 (E2M1) or 134
-(E4M3). A weight with greater ones is stored 2^exponent times smaller, and the tensor scale restores it.
+(E4M3). A weight with greater ones is stored 2^exponent times smaller, and the tensor scale restores it. The exponent is
+at most 24, since products with a smaller weight underflow 2^exponent earlier.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from ..formats.tensor import BlockScaled, check_block_scaled, check_is_block_sca
 TILE_ROWS = 256
 BLOCK = 128
 K_UNIT = 256  # K is padded to it; a unit of work of the kernel
+
+
+# of 2^exponent by which a weight is stored smaller or larger
+MOST_EXPONENT = 24
 
 
 class _Scales(NamedTuple):
@@ -91,6 +96,7 @@ class PackedWeight:
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on another device."""
+        device = torch.device(device)
         scale = None if self.global_scale is None else self.global_scale.to(device)
         return replace(self, data=self.data.to(device), scale=self.scale.to(device), global_scale=scale)
 
@@ -242,12 +248,17 @@ def _shared_exponent(format: str, scales: Tensor, magnitudes: Tensor) -> int:
     # a block of zeros may have any scale but the one whose exponent field would be that of infinity
     used, idle = scales[magnitudes > 0], scales[magnitudes == 0].unique().tolist()
     lowest, highest = (int(used.min()), int(used.max())) if used.numel() else (least, least)
-    for exponent in sorted(range(highest - most, lowest - least + 1), key=abs):
+    fitting = range(max(highest - most, -MOST_EXPONENT), min(lowest - least, MOST_EXPONENT) + 1)
+    for exponent in sorted(fitting, key=abs):
         if all((byte + offset - exponent) % 256 != 255 for byte in idle):
             return exponent
+    what = f"block scales of the {format} weight are 2^{lowest - 127} to 2^{highest - 127}"
+    if fitting:
+        what += f", and those of blocks of zeros 2^{min(idle) - 127} to 2^{max(idle) - 127}"
     return refuse(
-        f"block scales of the {format} weight are 2^{lowest - 127} to 2^{highest - 127}",
-        f"scales of a packed {format} weight span at most 2^{most - least}",
+        what,
+        f"scales of a packed {format} weight lie between 2^{least - 127} and 2^{most - 127}, all moved by at most "
+        f"2^{MOST_EXPONENT}",
         "leave the weight unpacked, or split it by rows",
     )
 
@@ -289,6 +300,7 @@ def _pack_e2m1(codes: Tensor) -> Tensor:
 def _unpack_e2m1(data: Tensor) -> Tensor:
     """Inverse of `_pack_e2m1`."""
     tiles, blocks, _ = data.shape
+    data = data.clone() if data.storage_offset() % 4 else data  # a view into the bytes of a file
     words = data.contiguous().view(torch.int32).view(tiles, blocks, 4, 2, 4, 8, 4, 2, 2)
     words = words.permute(0, 2, 4, 8, 5, 1, 3, 7, 6)
     codes = torch.zeros(*words.shape[:7], 4, 2, 4, 2, dtype=torch.uint8, device=data.device)

@@ -76,4 +76,12 @@ def check_packed(x: Tensor | BlockScaled, w: PackedWeight) -> Tensor:
         if not sound or tensor.shape != shape or tensor.device != w.device:
             rule = f"a packed {w.format} weight {w.shape} keeps its {name} as contiguous uint8 {shape} on {w.device}"
             refuse(f"b.{name} is {in_words(tensor)}", rule, "make it with pack_weight", error=LayoutError)
+    factor, wanted = w.global_scale, w.format == "nvfp4" or w.exponent != 0
+    if wanted != (factor is not None) or (factor is not None and not _is_factor(factor, w.device)):
+        rule = "NVFP4, and a weight that is stored smaller, has a tensor scale, fp32 [] on its device; others have none"
+        refuse(f"b.global_scale is {in_words(factor)}", rule, "make it with pack_weight", error=LayoutError)
     return x
+
+
+def _is_factor(factor: Tensor, device: torch.device) -> bool:
+    return is_dense(factor) and factor.dtype == torch.float32 and not factor.dim() and factor.device == device

@@ -6,7 +6,9 @@ the cache. On a GPU a step is one CUDA graph, without a host sync.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -16,6 +18,21 @@ from ..formats.checks import all_ints, check_flag, check_int, check_model, in_wo
 from ..models.cache import Cache
 from ..models.transformer import STREAM, Transformer
 from .graphs import GraphedCall
+
+P = ParamSpec("P")
+
+
+def without_gradients(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Decorator: run a function in inference mode, and return its result as an ordinary tensor, which training may
+    use."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> Tensor:
+        with torch.inference_mode():
+            found = function(*args, **named)
+        return found.clone()
+
+    return call
 
 
 class Decoder:
@@ -54,7 +71,7 @@ class Decoder:
         self.cache = Cache(model.config, batch, length, device=self.device, dtype=STREAM)
         self._run = GraphedCall(self._logits) if self.graphs else self._logits
 
-    @torch.inference_mode()
+    @without_gradients
     def prefill(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Take the next symbols [B, T] of every sequence -> logits after the last one, [B, V].
 
@@ -63,7 +80,7 @@ class Decoder:
         """
         self._check(tokens, "[B, T]")
         batch, width = tokens.shape
-        counts = [width] * batch if lengths is None else list(lengths)
+        counts = [width] * batch if lengths is None else _as_list(lengths, "lengths", batch)
         if len(counts) != batch or not all_ints(counts) or not all(1 <= each <= width for each in counts):
             rule = f"a sequence has 1 to {width} of the {width} columns of tokens"
             refuse(f"lengths={counts}", rule, f"pass an int for each of the {batch} sequences")
@@ -75,7 +92,7 @@ class Decoder:
         self._advance(counts, added)
         return self.model.head(last)
 
-    @torch.inference_mode()
+    @without_gradients
     def step(self, tokens: Tensor) -> Tensor:
         """Take one symbol of every sequence, [B] -> logits of the next one, [B, V]."""
         self._check(tokens, "[B]")
@@ -102,6 +119,7 @@ class Decoder:
     def _check(self, tokens: Tensor, shape: str) -> None:
         """Raise unless these are symbols of all sequences."""
         check_symbols(tokens)
+        check_vocabulary(tokens, self.model.config.vocabulary)
         if tokens.dim() != len(shape.split(",")) or tokens.shape[0] != self.batch or not tokens.numel():
             rule = f"they are {shape}, for the {self.batch} sequences of the decoder"
             refuse(f"tokens {tuple(tokens.shape)}", rule, "pass one row for each sequence", error=ShapeError)
@@ -124,3 +142,20 @@ def check_symbols(tokens: object) -> None:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         rule, fix = "symbols are tensors of int64 or int32", "pass torch.tensor([[1, 2, 3]])"
         refuse(f"tokens is {in_words(tokens)}", rule, fix, error=DtypeError)
+
+
+def check_vocabulary(tokens: Tensor, vocabulary: int) -> None:
+    """Raise if a symbol on the CPU is none of the model's. On a GPU the embedding's assertion ends the program: to look
+    there is a host sync."""
+    if not tokens.is_cpu or not tokens.numel():
+        return
+    least, most = (int(each) for each in tokens.aminmax())
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
+        refuse(f"symbol {wrong}", f"the model has symbols 0 to {vocabulary - 1}", "pass symbols of its tokenizer")
+
+
+def _as_list(values: object, name: str, batch: int) -> list[int]:
+    if not isinstance(values, Sequence):
+        refuse(f"{name}={values!r}", "every sequence of the batch has its own", f"pass a list of {batch} ints")
+    return list(values)

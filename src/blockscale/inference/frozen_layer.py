@@ -170,6 +170,9 @@ class FrozenLayer(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        about = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if about is not None:  # the two MXFP6 formats have tensors of one dtype and shape
+            about["format"] = self.format
         for name, part in self._stored().items():
             destination[prefix + name] = part
 
@@ -177,6 +180,10 @@ class FrozenLayer(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **named: Any
     ) -> None:
         before, stored = dict(self._buffers), self._stored()
+        saved = local_metadata.get("format", self.format)
+        if saved != self.format and prefix + "weight" in state_dict:
+            rule, fix = "codes mean other values in another format", f"make the layer with weights={saved!r}"
+            refuse(f"{prefix}weight is {saved} for a layer of {self.format}", rule, fix, error=DtypeError)
         for name, part in stored.items():
             given = state_dict.get(prefix + name)
             if isinstance(given, Tensor) and given.dtype != part.dtype:

@@ -17,7 +17,7 @@ from ..errors import ShapeError, refuse
 from ..formats.checks import all_ints, check_int, check_number, in_words
 from ..formats.stochastic import check_seed, random_words, rng_state
 from ..models.transformer import Transformer
-from .decoder import Decoder, check_symbols
+from .decoder import Decoder, check_symbols, without_gradients
 from .graphs import GraphedCall
 
 # stream of the counter; those of casts end in the number of a role
@@ -57,14 +57,15 @@ def sample(
     """
     if temperature == 0:
         return logits.argmax(-1)
-    scores = logits.double() / temperature
+    scores = logits.double()
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # at most 0, so that none overflows
     if top_k is not None:
         least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
     return (scores + gumbel(state, requests, positions, scores.shape[-1])).argmax(-1)
 
 
-@torch.inference_mode()
+@without_gradients
 def generate(
     model: Transformer,
     tokens: Tensor,
@@ -94,17 +95,20 @@ def generate(
     check_seed(seed)
     batch, width = tokens.shape
     numbers = list(range(batch)) if requests is None else list(requests)
-    if len(numbers) != batch or not all_ints(numbers):
-        refuse(f"requests={numbers}", "every row has a number, 0 or more", f"pass {batch} ints")
-    decoder = Decoder(model, batch, max(1, width + new_tokens - 1))
-    device = decoder.device
+    decoder = Decoder(model, batch, max(width, width + new_tokens - 1))
+    vocabulary, device = model.config.vocabulary, decoder.device
+    most = (2**63 - 1) // vocabulary - 1  # a symbol's noise is counted by request * vocabulary + symbol
+    if len(numbers) != batch or not all_ints(numbers) or max(numbers) > most:
+        refuse(f"requests={numbers}", f"every row has a number, 0 to {most}", f"pass {batch} ints")
+    if end is not None and end >= vocabulary:
+        refuse(f"end={end}", f"the model has symbols 0 to {vocabulary - 1}", "pass one of them")
     tokens = tokens.to(device, torch.int64)
     out = torch.cat((tokens, tokens.new_zeros(batch, new_tokens)), dim=1)
-    if not new_tokens:
-        return out
     logits = decoder.prefill(tokens, lengths)
     if lengths is not None:
         out.masked_fill_(torch.arange(width + new_tokens, device=device) >= decoder.cache.ends[:, None], 0)
+    if not new_tokens:
+        return out
     request, state = torch.tensor(numbers, device=device), rng_state(seed, device=device)
     pick = functools.partial(sample, requests=request, state=state, temperature=float(temperature), top_k=top_k)
     if decoder.graphs and temperature:

@@ -27,8 +27,9 @@ class LayerCache(NamedTuple):
     def store(self, k: Tensor, v: Tensor) -> None:
         """Write new keys and values [B, T, H_kv, width] to their positions."""
         rows = torch.arange(len(k), device=k.device)[:, None]
-        self.keys[rows, :, self.positions] = k
-        self.values[rows, :, self.positions] = v
+        # autocast may have projected them in another dtype
+        self.keys[rows, :, self.positions] = k.to(self.keys.dtype)
+        self.values[rows, :, self.positions] = v.to(self.values.dtype)
 
     def attend(self, q: Tensor) -> Tensor:
         """Attention of queries [B, T, H, width] to keys at their position and before -> [B, T, H, width].
@@ -40,7 +41,7 @@ class LayerCache(NamedTuple):
         count, queries = grouped.shape[2:4]
         seen = torch.arange(self.keys.shape[2], device=q.device) <= self.positions[..., None]
         seen = seen[:, None, :, None].expand(-1, -1, -1, queries, -1).flatten(2, 3)
-        operands = for_products(grouped.flatten(2, 3), self.keys, self.values)
+        operands = for_products(grouped.flatten(2, 3).to(self.keys.dtype), self.keys, self.values)
         y = functional.scaled_dot_product_attention(*operands, attn_mask=seen)
         return y.unflatten(2, (count, queries)).transpose(1, 2).flatten(2, 3).to(q.dtype)
 

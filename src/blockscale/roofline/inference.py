@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import refuse
-from ..formats.spec import get_format
+from ..formats.spec import check_pair, get_format
 from .ceilings import Ceilings, Units, engine_for
 from .model import LinearCost, Step, stored_bytes
 
@@ -98,6 +98,16 @@ class ServedModel:
         """Tokens whose keys and values a layer reads, in the mean over layers."""
         return context if not self.window else (context + min(context, self.window)) / 2
 
+    def causal(self, context: int, prompt: int) -> float:
+        """Tokens that a token of a prompt attends to, itself and a context before it included, in the mean over the
+        prompt and over layers."""
+        whole = context + (prompt + 1) / 2
+        if not self.window:
+            return whole
+        growing = min(max(self.window - context, 0), prompt)  # tokens with less than a window before them
+        windowed = growing * (context + (growing + 1) / 2) + (prompt - growing) * self.window
+        return (whole + windowed / prompt) / 2
+
     @property
     def cached(self) -> int:
         """Values of a token in the cache of one layer."""
@@ -156,9 +166,11 @@ class Serving:
                 refuse(f"{name}={value}", f"{name} is at least {least}", f"pass {name}={least} or more")
         if self.weights is not None:
             get_format(self.weights)
-        if self.activations is not None and self.weights is None:
-            rule = "a product with bf16 weights multiplies bf16"
-            refuse(f"activations={self.activations!r} without weights", rule, "name the format of the weights, too")
+        if self.activations is not None:
+            if self.weights is None:
+                rule = "a product with bf16 weights multiplies bf16"
+                refuse(f"activations={self.activations!r} without weights", rule, "name the format of the weights, too")
+            check_pair(self.activations, self.weights)
 
 
 def units_of(serving: Serving, ceilings: Ceilings) -> Units:
@@ -216,9 +228,12 @@ def prefill_cost(model: ServedModel, serving: Serving, prompt: int, ceilings: Ce
     if prompt < 1:
         refuse(f"prompt={prompt}", "a prefill has at least one token", "pass prompt=1 or more")
     parts, tokens = _Parts(model, serving, ceilings), serving.batch * prompt
-    pairs = model.attended(serving.context) + model.attended(prompt) / 2  # causal
+    pairs = model.causal(serving.context, prompt)
     stored = serving.batch * (model.attended(serving.context) + prompt) * model.layers * model.cached * _BF16
     flops = tokens * pairs * model.layers * model.attending(prefill=True)
+    if model.latent is not None:  # keys and values of what is cached
+        expanded = model.latent.kv_rank * model.heads * (model.latent.nope + model.latent.value)
+        flops += 2 * serving.batch * serving.context * model.layers * expanded
     attention = parts.part("cache", stored, flops)
     return LinearCost((*parts.weights(tokens), attention, parts.head(serving.batch)))
 
