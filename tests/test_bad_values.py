@@ -90,6 +90,10 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "quantize_permute": (bs.quantize_permute, {"x": X, "indices": torch.arange(8), "spec": "mxfp4"}),
     "scaled_mm": (bs.scaled_mm, {"a": Q, "b": Q, "out_dtype": torch.float32, "bias": None, "accumulate": None}),
     "exact_mm": (exact_mm, {"a": Q, "b": Q}),
+    "scaled_mm of a tensor": (bs.scaled_mm, {"a": X, "b": Q, "out_dtype": torch.float32, "bias": None}),
+    "pack_weight": (bs.pack_weight, {"w": Q}),
+    "PackedWeight": (lambda **named: bs.scaled_mm(X, bs.PackedWeight(**named)), vars(bs.pack_weight(Q))),
+    "PackedWeight nvfp4": (lambda **named: bs.scaled_mm(X, bs.PackedWeight(**named)), vars(bs.pack_weight(NVFP4))),
     "scaled_grouped_mm": (
         bs.scaled_grouped_mm,
         {"a": Q, "b": Q3, "offs": OFFS, "out_dtype": torch.float32, "bias": None, "accumulate": None, "starts": None},
@@ -205,7 +209,7 @@ FINE: dict[str, set[str]] = {
     "balance": {"True"}, "explain accumulate": {"True"}, "linear bias": {"None"}, "scaled_mm bias": {"None"},
     "amax": {"None", "scalar"}, "quantize amax": set(), "CastSpec amax": set(), "CastSpec hadamard": {"3", "True"},
     "quantize to nvfp4 hadamard": {"3", "True"}, "BlockScaled nvfp4 hadamard": {"3"},
-    "BlockScaled nvfp4 global_scale": {"scalar"}, "x": {"meta"}, "gate_up": {"meta"}, "scores": {"meta"},
+    "BlockScaled nvfp4 global_scale": {"scalar"}, "PackedWeight nvfp4 global_scale": {"scalar"}, "x": {"meta"}, "gate_up": {"meta"}, "scores": {"meta"},
     "activation x": {"empty", "meta"}, "a Linear input": {"Activation"}, "a SwiGLU x": {"Activation"},
     "linear x": {"Activation"}, "swiglu_mlp x": {"Activation"},
     # torch's own products take these, and so does an unquantized layer

@@ -96,7 +96,7 @@ def test_a_nan_is_traced_to_its_gemm(layer: str, model, gemm: str, tmp_path: Pat
 def test_a_gemm_with_non_finite_input_is_not_blamed(monkeypatch: pytest.MonkeyPatch):
     """Attention's output is not finite; the GEMM after it is not blamed."""
     plain = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda q, k, v: plain(q, k, v) * float("inf"))
+    monkeypatch.setattr(attention, "attend", lambda *args: plain(*args) * float("inf"))
     with pytest.raises(
         NonFiniteError, match=r"first in layers\.0\.attention\.out, its input, from the layer before it"
     ):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..casts.checks import FLOAT_DTYPES
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, refuse
-from ..formats.checks import check_tensor, in_words, is_dense
+from ..formats.checks import all_ints, check_tensor, in_words, is_dense
 from ..formats.tensor import BlockScaled
 from ..hardware import capability, current_cuda_device
 from ..library import EXPANSIONS, Expansion, define_op, empty
 from ..registry import Request, select
-from .packed import PACKED_LAYOUT, PackedWeight, packed_shapes
+from .packed import MOST_EXPONENT, PACKABLE, PACKED_LAYOUT, PackedWeight, packed_shapes
 from .weight_only import PLAIN_NAME_OF
 
 # before the operator below, whose parameters are expanded when it is defined
@@ -62,6 +62,7 @@ def check_packed(x: Tensor | BlockScaled, w: PackedWeight) -> Tensor:
     if isinstance(x, BlockScaled):
         rule = "a packed weight is multiplied by a plain tensor"
         refuse(f"a is {x}, and b is {w}", rule, "pass the tensor itself, or b.unpack()", error=DtypeError)
+    _check_fields(w)
     check_tensor(x, "a", "products")
     if x.dtype not in FLOAT_DTYPES:
         rule = "a plain left operand is bfloat16, float16 or float32"
@@ -71,17 +72,35 @@ def check_packed(x: Tensor | BlockScaled, w: PackedWeight) -> Tensor:
         refuse(f"a has shape {tuple(x.shape)}, and b is {w}", rule, fix, error=ShapeError)
     if x.device != w.device:
         refuse(f"a is on {x.device}, b on {w.device}", "operands share a device", "move one", error=DeviceError)
-    for name, tensor, shape in zip(("data", "scale"), (w.data, w.scale), packed_shapes(w.format, w.shape), strict=True):
-        sound = is_dense(tensor) and tensor.is_contiguous() and tensor.dtype == torch.uint8
-        if not sound or tensor.shape != shape or tensor.device != w.device:
-            rule = f"a packed {w.format} weight {w.shape} keeps its {name} as contiguous uint8 {shape} on {w.device}"
-            refuse(f"b.{name} is {in_words(tensor)}", rule, "make it with pack_weight", error=LayoutError)
-    factor, wanted = w.global_scale, w.format == "nvfp4" or w.exponent != 0
-    if wanted != (factor is not None) or (factor is not None and not _is_factor(factor, w.device)):
-        rule = "NVFP4, and a weight that is stored smaller, has a tensor scale, fp32 [] on its device; others have none"
-        refuse(f"b.global_scale is {in_words(factor)}", rule, "make it with pack_weight", error=LayoutError)
     return x
 
 
-def _is_factor(factor: Tensor, device: torch.device) -> bool:
-    return is_dense(factor) and factor.dtype == torch.float32 and not factor.dim() and factor.device == device
+def _check_fields(w: PackedWeight) -> None:
+    """Raise unless the fields of a packed weight fit together."""
+    fix = "make it with pack_weight"
+    fields = w.format, w.shape, w.exponent
+    sound = isinstance(w.format, str) and isinstance(w.shape, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not sound or w.format not in PACKABLE or len(w.shape) != 2 or not all_ints((*w.shape, w.exponent)):
+        rule = f"a packed weight has one of {', '.join(PACKABLE)}, a shape (N, K) and an exponent"
+        refuse(f"b has format, shape and exponent {in_words(fields)}", rule, fix, error=LayoutError)
+    most = 0 if w.format == "nvfp4" else MOST_EXPONENT
+    if min(w.shape) < 1 or abs(w.exponent) > most:
+        rule = f"N and K are positive, and the exponent of {w.format} is at most {most}"
+        refuse(f"b has shape {w.shape} and exponent {w.exponent}", rule, fix, error=LayoutError)
+    for name, shape in zip(("data", "scale"), packed_shapes(w.format, w.shape), strict=True):
+        tensor = getattr(w, name)
+        if not _is_dense(tensor, torch.uint8, shape) or not tensor.is_contiguous() or tensor.device != w.device:
+            rule = f"a packed {w.format} weight {w.shape} keeps its {name} as contiguous uint8 {shape} on one device"
+            refuse(f"b.{name} is {in_words(tensor)}", rule, fix, error=LayoutError)
+    factor, wanted = w.global_scale, w.format == "nvfp4" or w.exponent != 0
+    if wanted != (factor is not None) or (wanted and not _is_factor(factor, w.device)):
+        rule = "NVFP4, and a weight that is stored smaller, has a tensor scale, fp32 [] on its device; others have none"
+        refuse(f"b.global_scale is {in_words(factor)}", rule, fix, error=LayoutError)
+
+
+def _is_dense(tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return isinstance(tensor, Tensor) and is_dense(tensor) and tensor.dtype == dtype and tuple(tensor.shape) == shape
+
+
+def _is_factor(factor: Tensor | None, device: torch.device) -> bool:
+    return factor is not None and _is_dense(factor, torch.float32, ()) and factor.device == device
