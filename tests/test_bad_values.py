@@ -209,7 +209,8 @@ FINE: dict[str, set[str]] = {
     "balance": {"True"}, "explain accumulate": {"True"}, "linear bias": {"None"}, "scaled_mm bias": {"None"},
     "amax": {"None", "scalar"}, "quantize amax": set(), "CastSpec amax": set(), "CastSpec hadamard": {"3", "True"},
     "quantize to nvfp4 hadamard": {"3", "True"}, "BlockScaled nvfp4 hadamard": {"3"},
-    "BlockScaled nvfp4 global_scale": {"scalar"}, "PackedWeight nvfp4 global_scale": {"scalar"}, "x": {"meta"}, "gate_up": {"meta"}, "scores": {"meta"},
+    "BlockScaled nvfp4 global_scale": {"scalar"}, "PackedWeight nvfp4 global_scale": {"scalar"},
+    "x": {"meta"}, "gate_up": {"meta"}, "scores": {"meta"},
     "activation x": {"empty", "meta"}, "a Linear input": {"Activation"}, "a SwiGLU x": {"Activation"},
     "linear x": {"Activation"}, "swiglu_mlp x": {"Activation"},
     # torch's own products take these, and so does an unquantized layer
