@@ -264,6 +264,10 @@ def test_activations_that_make_no_product_are_refused(tmp_path: Path):
         load(tmp_path, device="cpu", activations="mxpf4")
 
 
+# input_activations of compressed-tensors for FP8 blocks
+GROUPS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+
+
 def checkpoint(layout: str, about: dict[str, Any]) -> checkpoints.Checkpoint:
     """A checkpoint of a config alone."""
 
@@ -283,8 +287,12 @@ def checkpoint(layout: str, about: dict[str, Any]) -> checkpoints.Checkpoint:
         ("modelopt", {"quant_algo": "NVFP4"}, "nvfp4", None),
         ("modelopt", {}, "mxfp8_e4m3", ("mxfp8_e4m3", None)),
         ("compressed_tensors", {"config_groups": {"a": {"input_activations": None}}}, "fp8_128x128", None),
-        ("compressed_tensors", {"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, "fp8_128x128",
+        ("compressed_tensors", {"config_groups": {"a": {"input_activations": GROUPS}}}, "fp8_128x128",
          ("fp8_1x128", None)),
+        ("compressed_tensors", {"config_groups": {"a": {"input_activations": GROUPS | {"group_size": 32}}}},
+         "mxfp8_e4m3", ("mxfp8_e4m3", None)),
+        ("compressed_tensors", {"config_groups": {"a": {"input_activations": GROUPS | {"dynamic": "local"}}, "b": {
+            "weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}}}}, "fp8_128x128", ("fp8_1x128", None)),
         ("gpt_oss", {}, "mxfp4", None),
         ("blockscale", {}, "mxfp8_e4m3_128x128", ("mxfp8_e4m3", None)),
     ],
@@ -295,7 +303,31 @@ def test_what_checkpoints_say_of_activations(layout: str, about: dict[str, Any],
 
 
 def test_unclear_activations_are_asked_for():
-    mixed = {"config_groups": {"a": {"input_activations": None}, "b": {"input_activations": {"num_bits": 8}}}}
+    mixed = {"config_groups": {"a": {"input_activations": None}, "b": {"input_activations": GROUPS}}}
     for layout, about in (("compressed_tensors", mixed), ("deepseek", {"activation_scheme": "static"})):
         with pytest.raises(CheckpointError, match="pass activations=None, or a format"):
             stored_activations(checkpoint(layout, about), "fp8_128x128")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_bits": 4}, {"type": "int"}, {"strategy": "token"}, {"strategy": "tensor", "group_size": None},
+        {"dynamic": False}, {"dynamic": 1}, {"group_size": 32}, {"type": ["float"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_casts_of_inputs_are_refused(wrong: dict[str, Any]):
+    about = {"config_groups": {"a": {"input_activations": GROUPS | wrong}}}
+    with pytest.raises(CheckpointError, match=r"has input_activations \{.* Rule: .* group_size 128.* Fix: pass activ"):
+        stored_activations(checkpoint("compressed_tensors", about), "fp8_128x128")
+
+
+def test_online_rotations_are_refused(tmp_path: Path):
+    exported("mxfp8", tmp_path, "compressed_tensors")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json has transform_config .*hadamard.* Rule: .* Fix: "):
+        load(tmp_path, device="cpu", activations=None)

@@ -30,7 +30,7 @@ from .linear import QuantizedLinear
 from .mlp import QuantizedSwiGLU
 from .report import FrozenReport, model_bytes
 from .split_linear import SplitLinear, join_rows, reason_against_joining
-from .stored_activations import STORED, stored_activations
+from .stored_activations import STORED, refuse_transforms, stored_activations
 
 
 class Loaded(NamedTuple):
@@ -79,6 +79,7 @@ def load(
     check_device(device)
     check_flag(strict, "strict")
     found = checkpoints.open(folder)
+    refuse_transforms(found)
     where = found.path / "config.json"
     config, positions = read_config(found.config, where)
     if config.layers > len(found):
