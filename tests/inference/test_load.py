@@ -235,13 +235,20 @@ def test_damaged_checkpoints_name_file_and_tensor(tmp_path: Path):
         ("num_hidden_layers", 10**9), ("head_dim", 15), ("num_key_value_heads", 3), ("rms_norm_eps", None),
         ("rope_parameters", {"rope_type": "yarn"}), ("rope_theta", -1), ("vocab_size", True),
         ("max_position_embeddings", None), ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"factor": 8.0}), ("rope_scaling", {"rope_type": None, "type": "linear", "factor": 4}),
+        ("rope_scaling", {"rope_type": ["x"]}), ("rope_scaling", []), ("rope_theta", [1e4]), ("rope_theta", 10**400),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}), ("rope_theta", float("nan")),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}), ("rms_norm_eps", float("inf")),
+        ("tie_word_embeddings", "false"), ("tie_word_embeddings", None), ("layer_types", 7),
+        ("layer_types", "full_attention"), ("hidden_size", 2**28 + 1), ("max_position_embeddings", 2**24 + 1),
+        ("vocab_size", 2**70), ("head_dim", 2**28), ("hidden_size", 1.5),
     ],
 )  # fmt: skip
 def test_configs_that_the_transformer_does_not_compute(field: str, value: object, tmp_path: Path):
     exported("mxfp4", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(CheckpointError, match=rf"config\.json has {field} "):
+    with pytest.raises(CheckpointError, match=rf"config\.json has {field} .* Rule: .* Fix: "):
         load(tmp_path, device="cpu")
 
 
@@ -252,6 +259,8 @@ def test_configs_of_other_versions_are_read():
     assert want == (config, 16)
     newer = {key: value for key, value in about.items() if key not in ("rope_theta", "rope_scaling")}
     newer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "layer_types": ["full_attention"] * 2}
+    assert read_config(newer, "config.json") == want
+    newer["rope_parameters"] |= {"partial_rotary_factor": 1.0}
     assert read_config(newer, "config.json") == want
     assert read_config(about | {"head_dim": None, "mlp_bias": None, "sliding_window": 4096}, "config.json") == want
 
