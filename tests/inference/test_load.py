@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import blockscale as bs
 from blockscale import checkpoints
 from blockscale.autograd import RECIPES
-from blockscale.errors import BlockscaleError, CheckpointError
+from blockscale.errors import BlockscaleError, CheckpointError, DeviceError
 from blockscale.formats import BlockScaled
 from blockscale.inference import FrozenReport, QuantizedLinear, QuantizedSwiGLU, SplitLinear, load
 from blockscale.inference.stored_activations import stored_activations
@@ -328,7 +328,7 @@ def test_unclear_activations_are_asked_for():
 )  # fmt: skip
 def test_other_casts_of_inputs_are_refused(wrong: dict[str, Any]):
     about = {"config_groups": {"a": {"input_activations": GROUPS | wrong}}}
-    with pytest.raises(CheckpointError, match=r"has input_activations \{.* Rule: .* group_size 128.* Fix: pass activ"):
+    with pytest.raises(CheckpointError, match=r"has input_activations \{.* Rule: .* group_size 128.* Fix: pass "):
         stored_activations(checkpoint("compressed_tensors", about), "fp8_128x128")
 
 
@@ -340,3 +340,29 @@ def test_online_rotations_are_refused(tmp_path: Path):
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"config\.json has transform_config .*hadamard.* Rule: .* Fix: "):
         load(tmp_path, device="cpu", activations=None)
+
+
+def test_devices_and_folders_are_checked_first(tmp_path: Path):
+    exported("mxfp4", tmp_path)
+    for device in ("meta", "cuda:99", "tpu", None):
+        with pytest.raises(DeviceError, match=rf"device '{device}'\. Rule: .* Fix: "):
+            load(tmp_path, device=device)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BlockscaleError, match=r"folder is None\. Rule: .* Fix: "):
+        load(None, device="cpu")  # pyright: ignore[reportArgumentType]
+
+
+def test_stored_frequencies_are_those_of_rope_theta(tmp_path: Path):
+    model = exported("mxfp4", tmp_path)
+    original, width = (tmp_path / "model.safetensors").read_bytes(), NARROW.head_width
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    right = 1 / NARROW.rope_theta ** (torch.arange(0, width, 2) / width)
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        resaved(tmp_path, lambda t, kind=kind: t.update({name: right.to(kind)}))
+        loaded, report = load(tmp_path, device="cpu", activations="mxfp4")
+        assert torch.equal(logits(loaded), logits(model))
+        assert not report.warnings
+    (tmp_path / "model.safetensors").write_bytes(original)
+    for wrong in (right / 8, right[1:].clone(), right.to(torch.int32)):
+        resaved(tmp_path, lambda t, wrong=wrong: t.update({name: wrong}))
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} has others\. Rule: .* Fix: "):
+            load(tmp_path, device="cpu", strict=False)
