@@ -254,13 +254,14 @@ def test_layers_that_hold_more_than_a_weight_stay():
 
 
 def test_attributes_of_the_user_stay():
-    model = nn.Sequential(nn.Linear(64, 64), Linear(64, 64, recipe="nvfp4", name="1"))
+    model = nn.Sequential(nn.Linear(64, 64), Linear(64, 64, recipe="nvfp4", name="1"), nn.Linear(64, 64))
     for layer in model:
         layer.place, layer.format = [3], "mine"
-    model[0].name = "mine"
+    model[0].name = model[2].name = "mine"
+    bs.quantize_(model, "mxfp8", lambda module, name: name == "2")
     freeze_(model, "mxfp4")
     assert all((each.place, each.format) == ([3], "mxfp4") for each in model), "those of a frozen layer come first"
-    assert model[0].name == "mine"
+    assert model[0].name == model[2].name == "mine"
     assert {"recipe_now", "name", "rng", "shared_weight"}.isdisjoint(vars(model[1]))
     assert not hasattr(model[1], "rng")
 

@@ -201,6 +201,7 @@ def _freeze_layer(module: Any, formats: Formats, cast: dict[tuple[int, str], Blo
     made.train(module.training)
     before = vars(module)
     kept = {name: value for name, value in before.items() if name not in _own_attributes(module)}
+    kept |= getattr(module, "was_plain", None) or {}
     hooks = {name: value for name, value in before.items() if "hook" in name}
     before.clear()
     before.update(kept | vars(made) | hooks)
