@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,35 @@ def test_the_tokenizer_in_the_folder_is_used(tmp_path: Path, capsys: pytest.Capt
     assert said(capsys, str(folder), "--prompt", "w5 w6", "--new-tokens", "4") == " ".join(f"w{n}" for n in want) + "\n"
 
 
+def test_the_prompt_is_encoded_whole_and_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Neither truncation, padding nor a template of training changes it."""
+    tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer.json is read by Hugging Face's package")
+    folder = written(tmp_path / "model", vocabulary=40)
+    names = {f"w{n}": n for n in range(39)} | {"</s>": 39}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s> </s>", special_tokens=[("</s>", 39)])
+    made.enable_truncation(3)
+    made.enable_padding(length=9)
+    made.save(str(folder / "tokenizer.json"))
+    want = text_after(folder, [5, 6, 7, 8], 4, end=39)
+    want = want[: 4 + want[4:].index(39)] if 39 in want[4:] else want
+    found = said(capsys, str(folder), "--prompt", "w5 w6 w7 w8", "--new-tokens", "4")
+    assert found == " ".join(f"w{n}" for n in want) + "\n"
+    assert main(["generate", str(folder), "--prompt", "w5 \udcff", "--device", "cpu"]) == 2
+    assert r"--prompt 'w5 \udcff'. Rule: it is text in UTF-8. Fix: " in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are read as bytes, and printed as far as the encoding of the output has them."""
+    folder, out = written(tmp_path / "model"), io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert main(["generate", str(folder), "--prompt", "a\udcffb", "--new-tokens", "1", "--device", "cpu"]) == 0
+    out.flush()
+    assert out.buffer.getvalue().startswith(b"a?b")  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_an_exported_run_has_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer.json is read by Hugging Face's package")
     text, named = tmp_path / "text.txt", tmp_path / "made.json"
@@ -93,7 +123,7 @@ def test_an_exported_run_has_its_tokenizer(tmp_path: Path, capsys: pytest.Captur
         (["--tokens", "1", "--new-tokens", "0"], "--new-tokens 0. Rule: symbols are added one by one"),
         (["--tokens", "1", "--temperature", "-1"], "--temperature -1.0. Rule: it is 0 or more"),
         (["--tokens", "1", "--top-k", "0"], "--top-k 0. Rule: a symbol is drawn from one or more"),
-        (["--tokens", "1", "--new-tokens", "33"], "length=33. Rule: the model has 32 positions"),
+        (["--tokens", "1", "--new-tokens", "33"], "--new-tokens 33 after 1. Rule: the model has 32 positions"),
         (["--tokens", "1", "--device", "tpu"], "--device tpu. Rule: a device is cpu, cuda or cuda:0"),
     ],
 )

@@ -210,6 +210,62 @@ def test_wrong_arguments_change_nothing():
     assert all(type(each) is nn.Linear for each in model)
 
 
+@pytest.mark.parametrize("second", ["fp8_blockwise", "nvfp4"])
+def test_formats_without_a_product_change_nothing(second: str):
+    model = nn.Sequential(Linear(64, 64, recipe="mxfp8", name="0"), Linear(64, 64, recipe=second, name="1"))
+    with pytest.raises(PairError):
+        freeze_(model, activations="mxfp8_e4m3")
+    assert all(type(each) is Linear for each in model)
+    with pytest.raises(BlockscaleError, match="unknown format 'mxpf8'"):
+        freeze_(nn.Sequential(nn.Linear(64, 64)), activations="mxpf8")
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"amax": torch.tensor(3.0)}, "amax"),
+        ({"amax": "group"}, "amax"),
+        ({"hadamard": True}, "a rotation"),
+        ({"rounding": bs.Stochastic(bs.rng_state(0), "w"), "role": "fprop_w"}, "stochastic rounding"),
+    ],
+    ids=str,
+)
+def test_each_weight_is_cast_to_nearest_by_its_own_amax(options: dict[str, Any], wrong: str):
+    model, cast = nn.Sequential(nn.Linear(64, 64)), bs.CastSpec("nvfp4", **options)
+    for given in ({"weights": cast}, {"weights": "nvfp4", "head": cast}):
+        with pytest.raises(BlockscaleError, match=f"{wrong} for weights in nvfp4. Rule: each weight"):
+            freeze_(model, **given)
+    assert type(model[0]) is nn.Linear
+
+
+def test_layers_that_hold_more_than_a_weight_stay():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model[0].lora = nn.Linear(64, 4)
+    model[1].scale = nn.Parameter(torch.ones(64))
+    model[2].register_buffer("rng", torch.ones(2))
+    report = freeze_(model, "mxfp4", filter_fn=lambda module, name: "lora" not in name)
+    reasons = {each.name: each.reason for each in report.skipped}
+    held = {"0": "module lora", "1": "parameter scale", "2": "buffer rng"}
+    assert {name: reasons[name] for name in held} == {
+        name: f"holds {each} besides its weight, which freezing would drop" for name, each in held.items()
+    }
+    assert [each.name for each in report.converted] == ["3"]
+    assert model[0].lora.in_features == 64
+
+
+def test_attributes_of_the_user_stay():
+    model = nn.Sequential(nn.Linear(64, 64), Linear(64, 64, recipe="nvfp4", name="1"), nn.Linear(64, 64))
+    for layer in model:
+        layer.place, layer.format = [3], "mine"
+    model[0].name = model[2].name = "mine"
+    bs.quantize_(model, "mxfp8", lambda module, name: name == "2")
+    freeze_(model, "mxfp4")
+    assert all((each.place, each.format) == ([3], "mxfp4") for each in model), "those of a frozen layer come first"
+    assert model[0].name == model[2].name == "mine"
+    assert {"recipe_now", "name", "rng", "shared_weight"}.isdisjoint(vars(model[1]))
+    assert not hasattr(model[1], "rng")
+
+
 def test_sharded_models_are_refused():
     from torch._C._distributed_c10d import HashStore
     from torch.distributed import destroy_process_group, init_process_group

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import blockscale as bs
 from blockscale import checkpoints
 from blockscale.autograd import RECIPES
-from blockscale.errors import BlockscaleError, CheckpointError
+from blockscale.errors import BlockscaleError, CheckpointError, DeviceError
 from blockscale.formats import BlockScaled
 from blockscale.inference import FrozenReport, QuantizedLinear, QuantizedSwiGLU, SplitLinear, load
 from blockscale.inference.stored_activations import stored_activations
@@ -235,13 +235,20 @@ def test_damaged_checkpoints_name_file_and_tensor(tmp_path: Path):
         ("num_hidden_layers", 10**9), ("head_dim", 15), ("num_key_value_heads", 3), ("rms_norm_eps", None),
         ("rope_parameters", {"rope_type": "yarn"}), ("rope_theta", -1), ("vocab_size", True),
         ("max_position_embeddings", None), ("partial_rotary_factor", 0.5),
+        ("rope_scaling", {"factor": 8.0}), ("rope_scaling", {"rope_type": None, "type": "linear", "factor": 4}),
+        ("rope_scaling", {"rope_type": ["x"]}), ("rope_scaling", []), ("rope_theta", [1e4]), ("rope_theta", 10**400),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}), ("rope_theta", float("nan")),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}), ("rms_norm_eps", float("inf")),
+        ("tie_word_embeddings", "false"), ("tie_word_embeddings", None), ("layer_types", 7),
+        ("layer_types", "full_attention"), ("hidden_size", 2**28 + 1), ("max_position_embeddings", 2**24 + 1),
+        ("vocab_size", 2**70), ("head_dim", 2**28), ("hidden_size", 1.5),
     ],
 )  # fmt: skip
 def test_configs_that_the_transformer_does_not_compute(field: str, value: object, tmp_path: Path):
     exported("mxfp4", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(CheckpointError, match=rf"config\.json has {field} "):
+    with pytest.raises(CheckpointError, match=rf"config\.json has {field} .* Rule: .* Fix: "):
         load(tmp_path, device="cpu")
 
 
@@ -253,6 +260,8 @@ def test_configs_of_other_versions_are_read():
     newer = {key: value for key, value in about.items() if key not in ("rope_theta", "rope_scaling")}
     newer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "layer_types": ["full_attention"] * 2}
     assert read_config(newer, "config.json") == want
+    newer["rope_parameters"] |= {"partial_rotary_factor": 1.0}
+    assert read_config(newer, "config.json") == want
     assert read_config(about | {"head_dim": None, "mlp_bias": None, "sliding_window": 4096}, "config.json") == want
 
 
@@ -262,6 +271,10 @@ def test_activations_that_make_no_product_are_refused(tmp_path: Path):
         load(tmp_path, device="cpu", activations="fp8_1x128")
     with pytest.raises(BlockscaleError, match="did you mean mxfp4"):
         load(tmp_path, device="cpu", activations="mxpf4")
+
+
+# input_activations of compressed-tensors for FP8 blocks
+GROUPS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
 
 
 def checkpoint(layout: str, about: dict[str, Any]) -> checkpoints.Checkpoint:
@@ -283,8 +296,12 @@ def checkpoint(layout: str, about: dict[str, Any]) -> checkpoints.Checkpoint:
         ("modelopt", {"quant_algo": "NVFP4"}, "nvfp4", None),
         ("modelopt", {}, "mxfp8_e4m3", ("mxfp8_e4m3", None)),
         ("compressed_tensors", {"config_groups": {"a": {"input_activations": None}}}, "fp8_128x128", None),
-        ("compressed_tensors", {"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, "fp8_128x128",
+        ("compressed_tensors", {"config_groups": {"a": {"input_activations": GROUPS}}}, "fp8_128x128",
          ("fp8_1x128", None)),
+        ("compressed_tensors", {"config_groups": {"a": {"input_activations": GROUPS | {"group_size": 32}}}},
+         "mxfp8_e4m3", ("mxfp8_e4m3", None)),
+        ("compressed_tensors", {"config_groups": {"a": {"input_activations": GROUPS | {"dynamic": "local"}}, "b": {
+            "weights": {"num_bits": 4}, "input_activations": {"num_bits": 4}}}}, "fp8_128x128", ("fp8_1x128", None)),
         ("gpt_oss", {}, "mxfp4", None),
         ("blockscale", {}, "mxfp8_e4m3_128x128", ("mxfp8_e4m3", None)),
     ],
@@ -295,7 +312,57 @@ def test_what_checkpoints_say_of_activations(layout: str, about: dict[str, Any],
 
 
 def test_unclear_activations_are_asked_for():
-    mixed = {"config_groups": {"a": {"input_activations": None}, "b": {"input_activations": {"num_bits": 8}}}}
+    mixed = {"config_groups": {"a": {"input_activations": None}, "b": {"input_activations": GROUPS}}}
     for layout, about in (("compressed_tensors", mixed), ("deepseek", {"activation_scheme": "static"})):
         with pytest.raises(CheckpointError, match="pass activations=None, or a format"):
             stored_activations(checkpoint(layout, about), "fp8_128x128")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_bits": 4}, {"type": "int"}, {"strategy": "token"}, {"strategy": "tensor", "group_size": None},
+        {"dynamic": False}, {"dynamic": 1}, {"group_size": 32}, {"type": ["float"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_casts_of_inputs_are_refused(wrong: dict[str, Any]):
+    about = {"config_groups": {"a": {"input_activations": GROUPS | wrong}}}
+    with pytest.raises(CheckpointError, match=r"has input_activations \{.* Rule: .* group_size 128.* Fix: pass "):
+        stored_activations(checkpoint("compressed_tensors", about), "fp8_128x128")
+
+
+def test_online_rotations_are_refused(tmp_path: Path):
+    exported("mxfp8", tmp_path, "compressed_tensors")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json has transform_config .*hadamard.* Rule: .* Fix: "):
+        load(tmp_path, device="cpu", activations=None)
+
+
+def test_devices_and_folders_are_checked_first(tmp_path: Path):
+    exported("mxfp4", tmp_path)
+    for device in ("meta", "cuda:99", "tpu", None):
+        with pytest.raises(DeviceError, match=rf"device '{device}'\. Rule: .* Fix: "):
+            load(tmp_path, device=device)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BlockscaleError, match=r"folder is None\. Rule: .* Fix: "):
+        load(None, device="cpu")  # pyright: ignore[reportArgumentType]
+
+
+def test_stored_frequencies_are_those_of_rope_theta(tmp_path: Path):
+    model = exported("mxfp4", tmp_path)
+    original, width = (tmp_path / "model.safetensors").read_bytes(), NARROW.head_width
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    right = 1 / NARROW.rope_theta ** (torch.arange(0, width, 2) / width)
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        resaved(tmp_path, lambda t, kind=kind: t.update({name: right.to(kind)}))
+        loaded, report = load(tmp_path, device="cpu", activations="mxfp4")
+        assert torch.equal(logits(loaded), logits(model))
+        assert not report.warnings
+    (tmp_path / "model.safetensors").write_bytes(original)
+    for wrong in (right / 8, right[1:].clone(), right.to(torch.int32)):
+        resaved(tmp_path, lambda t, wrong=wrong: t.update({name: wrong}))
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} has others\. Rule: .* Fix: "):
+            load(tmp_path, device="cpu", strict=False)

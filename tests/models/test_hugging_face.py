@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockscale.errors import OptionError
+from blockscale.inference import freeze_
 from blockscale.models import ModelConfig, Transformer, export
 from blockscale.train import train
 from support.small_runs import DENSE, SPARSE, small
@@ -117,3 +118,11 @@ def test_a_run_exports_what_it_trained(tmp_path: Path):
 def test_experts_have_no_common_names(tmp_path: Path):
     with pytest.raises(OptionError, match="experts or latent attention"):
         export(Transformer.build(SPARSE, 16), tmp_path)
+
+
+def test_frozen_models_are_not_exported(tmp_path: Path):
+    model = Transformer.build(DENSE, 16)
+    freeze_(model, "mxfp8_e4m3")
+    with pytest.raises(OptionError, match=r"layers\.0\.attention\.qkv is a QuantizedLinear\. Rule: .* Fix: export"):
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

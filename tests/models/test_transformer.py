@@ -232,3 +232,12 @@ def test_compiled_recomputation_makes_each_operand_where_it_is_multiplied():
     assert backward["permute_quantize_both"] == 1
     # the routing is saved for backward, as are the rows that depend on it
     assert (forward["sort_by_expert"], backward["sort_by_expert"]) == (1, 0)
+
+
+def test_conversions_keep_rotations_in_fp32():
+    model = Transformer.build(DENSE, 16)
+    table = model.table.clone()
+    for converted in (model.bfloat16(), model.half(), model.to("cpu", torch.float64)):
+        assert torch.equal(converted.table, table)
+        assert converted.table.dtype == torch.float32
+    assert model.to("meta", torch.bfloat16).table.is_meta

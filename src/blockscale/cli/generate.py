@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,18 +64,26 @@ def run(
     end, decode = None, _numbers
     if prompt is not None:
         encode, decode, end = _text_symbols(folder, known)
-        tokens = tuple(encode(prompt))
+        try:
+            tokens = tuple(encode(prompt))
+        except UnicodeEncodeError:
+            refuse(f"--prompt {prompt!a}", "it is text in UTF-8", "pass --prompt 'def ', or --tokens 1,2,3")
         if not tokens:
             refuse(f"--prompt {shlex.quote(prompt)}", "a prompt has one symbol or more", "pass --prompt 'def '")
     if wrong := [each for each in tokens if not 0 <= each < known]:
         refuse(f"symbol {wrong[0]}", f"the model has symbols 0 to {known - 1}", "pass symbols of its tokenizer")
+    # the last symbol is drawn and never read
+    if (most := model.sequence + 1 - len(tokens)) < new_tokens:
+        what, rule = f"--new-tokens {new_tokens} after {len(tokens)}", f"the model has {model.sequence} positions"
+        refuse(what, rule, f"pass --new-tokens {most} or less" if most > 0 else "pass a shorter prompt")
     given = torch.tensor([tokens], device=place)
     with console.status("generating ..."):
         found = generate(model, given, new_tokens, temperature=temperature, top_k=top_k, seed=seed, end=end)
     symbols: list[int] = found[0].tolist()
     if end in (added := symbols[len(tokens) :]):
         symbols = symbols[: len(tokens) + added.index(end)]
-    print(_printable(decode(symbols)))
+    encoding = sys.stdout.encoding or "utf-8"
+    print(_printable(decode(symbols)).encode(encoding, errors="replace").decode(encoding))
     return 0
 
 
@@ -88,7 +98,8 @@ def _text_symbols(
     path = folder / "tokenizer.json"
     if not path.is_file():
         if vocabulary == _BYTES:
-            return lambda text: text.encode(), lambda symbols: bytes(symbols).decode(errors="replace"), _END_OF_BYTES
+            # bytes of an argument that are no text come as surrogates
+            return os.fsencode, lambda symbols: bytes(symbols).decode(errors="replace"), _END_OF_BYTES
         what, rule = f"--prompt for a model of {vocabulary:,} symbols", "text becomes symbols by its tokenizer"
         refuse(what, rule, f"copy its tokenizer.json to {folder}, or pass --tokens 1,2,3", error=DataError)
     try:
@@ -106,9 +117,20 @@ def _text_symbols(
     except Exception as error:
         rule = "it is a tokenizer.json as Hugging Face writes it"
         raise DataError(message(f"{path}: {error}", rule=rule, fix="restore it, or pass --tokens 1,2,3")) from None
+    # lengths of training are not those of a prompt
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     ends = [each for name in SEPARATORS if (each := tokenizer.token_to_id(name)) is not None]
+
+    def encode(text: str) -> list[int]:
+        text.encode()  # raises for surrogates, which have no symbols
+        symbols: list[int] = tokenizer.encode(text).ids
+        while symbols and symbols[-1] in ends:  # appended by a template
+            symbols.pop()
+        return symbols
+
     return (
-        lambda text: tokenizer.encode(text).ids,
+        encode,
         lambda symbols: tokenizer.decode(list(symbols)),
         next(iter(ends), None),
     )

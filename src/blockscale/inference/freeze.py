@@ -77,10 +77,13 @@ def freeze_(
     check_filter(filter_fn)
     _refuse_sharded(model)
     given = None if weights is None else _formats(weights, activations)
+    if activations is not None:
+        as_cast_spec(activations).plan()
     of_head = None if head is None else _formats(head, None)
     modules = [(module_name(name), module) for name, module in model.named_modules()]
     defaults = find_defaults(modules)
-    # all layers are decided before the first one changes: a filter_fn that raises leaves the model as it was
+    # all layers are decided before the first one changes: a filter_fn that raises, or formats without a product, leave
+    # the model as it was
     plans = [_plan(*each, given, activations, of_head, filter_fn, defaults) for each in modules]
     fused = [module for _, module in modules if _is_fused(module)]
     before, counted, names = model_bytes(model), set[int](), dict[int, str]()
@@ -121,7 +124,15 @@ def freeze_(
 def _formats(weights: str | CastSpec, activations: str | CastSpec | None) -> Formats:
     """Both casts, checked; raises unless the formats have a product."""
     spec = as_cast_spec(weights)
-    spec.plan()
+    plan = spec.plan()
+    if plan.stream is not None or plan.hadamard is not None or plan.grouped_amax or spec.amax_tensor is not None:
+        kind = (
+            "stochastic rounding" if plan.stream is not None else "a rotation" if plan.hadamard is not None else "amax"
+        )
+        rule = "each weight is cast to nearest by its own amax, and not rotated"
+        refuse(
+            f"{kind} for weights in {spec.format}", rule, "pass the name of a format, or CastSpec(format, scale_rule)"
+        )
     fprop_recipe(spec.format, activations)
     return Formats(spec, None if activations is None else as_cast_spec(activations))
 
@@ -142,7 +153,7 @@ def _plan(
         return f"frozen before: weights {module.format}"
     if has_experts(module):
         return "experts of Transformers: load their checkpoint, or use nn.GroupedExperts"
-    reason = obstacle(module)
+    reason = obstacle(module) or _held_besides(module)
     if reason is not None:
         return reason
     by_policy = defaults.reason(name, module)
@@ -163,8 +174,20 @@ def _plan(
     if fprop.b.hadamard is not False:
         return "its recipe rotates the operands of fprop, which frozen layers do not"
     a, b = fprop.a, fprop.b
-    own = CastSpec(a.format, a.scale_rule)
-    return Formats(CastSpec(b.format, b.scale_rule), own if activations is None else as_cast_spec(activations))
+    own = CastSpec(a.format, a.scale_rule) if activations is None else as_cast_spec(activations)
+    fprop_recipe(b.format, own)  # raises unless the formats have a product
+    return Formats(CastSpec(b.format, b.scale_rule), own)
+
+
+def _held_besides(module: nn.Module) -> str | None:
+    """Why a layer stays, if it holds modules, parameters or buffers that a frozen layer has no place for."""
+    parts = [("module", name) for name, _ in module.named_children()]
+    parts += [("parameter", name) for name, _ in module.named_parameters(recurse=False)]
+    own = {"weight", "bias"}
+    buffers = [name for name, _ in module.named_buffers(recurse=False)]
+    parts += [("buffer", name) for name in buffers if name != "rng" or not isinstance(module, RecipeModule)]
+    found = [f"{kind} {name}" for kind, name in parts if kind != "parameter" or name not in own]
+    return f"holds {', '.join(found)} besides its weight, which freezing would drop" if found else None
 
 
 def _freeze_layer(module: Any, formats: Formats, cast: dict[tuple[int, str], BlockScaled]) -> None:
@@ -176,10 +199,21 @@ def _freeze_layer(module: Any, formats: Formats, cast: dict[tuple[int, str], Blo
     kind = QuantizedGroupedLinear if isinstance(module, GroupedLinear) else QuantizedLinear
     made = kind.from_operand(cast[key], module.bias, formats.activations)
     made.train(module.training)
-    hooks = {name: value for name, value in vars(module).items() if "hook" in name}
-    vars(module).clear()
-    vars(module).update(vars(made) | hooks)
+    before = vars(module)
+    kept = {name: value for name, value in before.items() if name not in _own_attributes(module)}
+    kept |= getattr(module, "was_plain", None) or {}
+    hooks = {name: value for name, value in before.items() if "hook" in name}
+    before.clear()
+    before.update(kept | vars(made) | hooks)
     _become(module, kind)
+
+
+def _own_attributes(module: nn.Module) -> set[str]:
+    """Names of attributes of a linear layer that a frozen one has in another form, or not at all."""
+    names = {"in_features", "out_features", "_compiled_call_impl"}
+    if isinstance(module, RecipeModule):
+        names |= {"experts", "is_packed", "was_plain", "plain_class", *module.RECIPE_ATTRIBUTES}
+    return names
 
 
 def _is_fused(module: nn.Module) -> bool:

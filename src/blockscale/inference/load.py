@@ -18,9 +18,11 @@ from ..casts import FLOAT_DTYPES
 from ..checkpoints import Checkpoint
 from ..errors import CheckpointError, refuse
 from ..formats.cast_spec import CastSpec, as_cast_spec
-from ..formats.checks import check_device, check_flag
+from ..formats.checks import check_flag, in_words
 from ..formats.tensor import BlockScaled
+from ..hardware import named_device
 from ..models.attention import rotary_table
+from ..models.config import ModelConfig
 from ..models.hugging_face import hugging_face_parts, read_config
 from ..models.transformer import Block, Transformer
 from ..nn import Linear, SwiGLU
@@ -30,7 +32,7 @@ from .linear import QuantizedLinear
 from .mlp import QuantizedSwiGLU
 from .report import FrozenReport, model_bytes
 from .split_linear import SplitLinear, join_rows, reason_against_joining
-from .stored_activations import STORED, stored_activations
+from .stored_activations import STORED, refuse_transforms, stored_activations
 
 
 class Loaded(NamedTuple):
@@ -59,7 +61,8 @@ def load(
 
     activations: "stored": as the checkpoint says, and not rounded for weights of 4 and 6 bits; a format: of the inputs
     of all frozen layers; None: not rounded.  The output head's are never rounded.
-    strict: raise for tensors that the model has no place for; False: name them in the report.
+    strict: raise for tensors that the model has no place for; False: name them in the report.  Frequencies of rotations
+    (`rotary_emb.inv_freq`) are left out if they are those of rope_theta.
 
     q, k and v, and gate and up, become one layer if they have one format and one tensor scale. Else they stay apart,
     and the report says so: no weight is rounded again.
@@ -76,9 +79,12 @@ def load(
     >>> loaded.model.layers[0].attention.qkv
     QuantizedLinear(in_features=128, out_features=256, bias=False, weights=mxfp4, activations=None)
     """
-    check_device(device)
+    device = named_device(device)
     check_flag(strict, "strict")
+    if not isinstance(folder, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        refuse(f"folder is {in_words(folder)}", "it is the path of a checkpoint", "pass a str or a pathlib.Path")
     found = checkpoints.open(folder)
+    refuse_transforms(found)
     where = found.path / "config.json"
     config, positions = read_config(found.config, where)
     if config.layers > len(found):
@@ -86,8 +92,8 @@ def load(
         refuse(what, "a layer has several", "name the folder of a whole checkpoint", error=CheckpointError)
     model = Transformer.build(config, positions, device="meta")
     wanted = _wanted(model)
-    left_out = _check_tensors(found, wanted, strict=strict)
-    reader = _Reader(found, torch.device(device), activations)
+    left_out = _check_tensors(found, wanted, config, strict=strict)
+    reader = _Reader(found, device, activations)
     for parameter, parts in wanted.items():
         place, _, name = parameter.rpartition(".")
         reader.fill(model, place, name, parts)
@@ -110,7 +116,9 @@ def _wanted(model: Transformer) -> dict[str, list[Part]]:
     return found
 
 
-def _check_tensors(found: Checkpoint, wanted: Mapping[str, Sequence[Part]], *, strict: bool) -> list[str]:
+def _check_tensors(
+    found: Checkpoint, wanted: Mapping[str, Sequence[Part]], config: ModelConfig, *, strict: bool
+) -> list[str]:
     """Raise unless the checkpoint has the tensors of a model in their shapes; returns the names of all others."""
     names = {part.name for parts in wanted.values() for part in parts}
     for part in (part for parts in wanted.values() for part in parts):
@@ -126,7 +134,7 @@ def _check_tensors(found: Checkpoint, wanted: Mapping[str, Sequence[Part]], *, s
             file = found.stored[entry.parts["data"]].file
             rule, fix = "embeddings and norms are read, not multiplied", "convert it with blockscale convert-checkpoint"
             refuse(f"{file}: {part.name} is {entry.format}", rule, fix, error=CheckpointError)
-    others = [name for name in found if name not in names]
+    others = [name for name in found if name not in names and not _is_rotary(found, name, config)]
     if others and strict:
         file = found.stored[found.entries[others[0]].parts["data"]].file
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -134,6 +142,24 @@ def _check_tensors(found: Checkpoint, wanted: Mapping[str, Sequence[Part]], *, s
         fix = "pass strict=False if it may be left out, such as scales of activations"
         refuse(f"{file} has {others[0]}{more}", rule, fix, error=CheckpointError)
     return others
+
+
+def _is_rotary(found: Checkpoint, name: str, config: ModelConfig) -> bool:
+    """Whether a tensor holds the frequencies of rotations, as older exports of Llama do; raises if they are others than
+    the model's."""
+    if not name.endswith("rotary_emb.inv_freq"):
+        return False
+    value, width = found[name], config.head_width
+    want = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
+    if isinstance(value, Tensor) and value.shape == want.shape and value.dtype in FLOAT_DTYPES:
+        kind = torch.finfo(value.dtype)
+        # powers in fp32 are off by a few units in the last place
+        if torch.allclose(value.cpu().double(), want, rtol=max(kind.eps, 1e-5), atol=kind.tiny * kind.eps):
+            return True
+    file = found.stored[name].file
+    rule = f"rotations have {width // 2} frequencies by rope_theta {config.rope_theta:g} of its config.json"
+    fix = "load it with Hugging Face Transformers"
+    refuse(f"{file}: {name} has others", rule, fix, error=CheckpointError)
 
 
 class _Reader:

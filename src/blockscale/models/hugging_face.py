@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, OptionError, message, refuse
-from ..formats.checks import all_ints
 from .attention import Attention
 from .config import ModelConfig
 from .transformer import Block, Transformer
@@ -28,6 +27,13 @@ def check_has_names(model: Transformer) -> None:
         rule = "dense models with grouped queries have names that every Llama loader knows"
         fix = "load a checkpoint by its own names"
         refuse("export of a model with experts or latent attention", rule, fix)
+    places = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    layers = {f"layers.{at}.{name}": b.get_submodule(name) for at, b in enumerate(model.layers) for name in places}
+    for name, layer in (layers | {"head": model.head}).items():
+        if not isinstance(layer, nn.Linear):
+            rule = "weights in high precision are exported, and this one is frozen or replaced"
+            fix = "export the model before freeze_, or convert its checkpoint with blockscale convert-checkpoint"
+            refuse(f"{name} is a {type(layer).__name__}", rule, fix)
 
 
 def export(model: Transformer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -128,7 +134,17 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1.0, None),
 }
-_ROTARY = {None, "default"}
+# features, symbols or layers at most: numbers of elements fit in 64 bits
+_LARGEST = 2**28
+_POSITIONS = 2**24
+_INFINITE = 1e300
+
+
+def _is_plain_rotary(field: object, value: object) -> bool:
+    """Whether a field of rope_scaling or rope_parameters asks for rotations by rope_theta, and nothing else."""
+    if field in ("rope_type", "type"):
+        return value == "default"
+    return field == "rope_theta" or (field == "partial_rotary_factor" and value in (1.0, None))
 
 
 def read_config(config: Mapping[str, Any], where: object) -> tuple[ModelConfig, int]:
@@ -144,17 +160,17 @@ def read_config(config: Mapping[str, Any], where: object) -> tuple[ModelConfig, 
         fix = "load it with Hugging Face Transformers"
         refuse(f"{where} has {field} {str(value)[:200]!r}", rule, fix, error=CheckpointError)
 
-    def size(field: str, default: object = None) -> int:
+    def size(field: str, default: object = None, most: int = _LARGEST) -> int:
         value = config.get(field)
         value = default if value is None else value
-        if not all_ints((value,)) or value == 0:
-            wrong(field, value, "it is a positive int")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            wrong(field, value, f"it is an int from 1 to {most:,}")
         assert isinstance(value, int)
         return value
 
     def number(field: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            wrong(field, value, "it is a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _INFINITE:
+            wrong(field, value, f"it is a positive number below {_INFINITE:g}")
         assert isinstance(value, int | float)
         return float(value)
 
@@ -164,14 +180,20 @@ def read_config(config: Mapping[str, Any], where: object) -> tuple[ModelConfig, 
     for field, values in _COMPUTED.items():
         if config.get(field, values[0]) not in values:
             wrong(field, config[field], f"the transformer of this library computes {values[0]!r}")
-    if any(each != "full_attention" for each in config.get("layer_types") or ()):
-        wrong("layer_types", config["layer_types"], "the transformer of this library attends to all positions")
+    layers = config.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or any(each != "full_attention" for each in layers)):
+        wrong("layer_types", layers, "it is a list of 'full_attention': each layer attends to all positions")
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        wrong("tie_word_embeddings", tied, "it is true or false")
     theta = config.get("rope_theta")
     for field in ("rope_scaling", "rope_parameters"):
-        rotary = config.get(field) or {}
-        if not isinstance(rotary, dict) or rotary.get("rope_type", rotary.get("type")) not in _ROTARY:
-            wrong(field, rotary, "positions rotate by rope_theta alone")
-        theta = rotary.get("rope_theta", theta)
+        rotary = config.get(field)
+        if rotary is None:
+            continue
+        if not isinstance(rotary, dict) or not all(_is_plain_rotary(*each) for each in rotary.items()):
+            wrong(field, rotary, "positions rotate all features by rope_theta alone: rope_type is 'default'")
+        theta = theta if rotary.get("rope_theta") is None else rotary["rope_theta"]
     heads, dim = size("num_attention_heads"), size("hidden_size")
     found = ModelConfig(
         dim=dim,
@@ -184,10 +206,12 @@ def read_config(config: Mapping[str, Any], where: object) -> tuple[ModelConfig, 
         rope_theta=number("rope_theta", 10000.0 if theta is None else theta),
         norm_eps=number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         qk_norm=kind == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=tied,
     )
     if found.heads % found.kv_heads:
         wrong("num_key_value_heads", found.kv_heads, f"it divides the {found.heads} heads")
-    if found.head_dim % 2:
+    if found.heads * found.head_width > _LARGEST:
+        wrong("head_dim", found.head_dim, f"{found.heads:,} heads have {_LARGEST:,} features or less")
+    if found.head_width % 2:
         wrong("head_dim", found.head_dim, "positions rotate pairs of features")
-    return found, size("max_position_embeddings")
+    return found, size("max_position_embeddings", most=_POSITIONS)

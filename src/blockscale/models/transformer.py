@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -151,6 +151,14 @@ class Transformer(nn.Module):
         latent, config = self.config.latent, self.config
         width = config.head_width if latent is None else latent.rope_dim
         return rotary_table(self.sequence, width, config.rope_theta, device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Rotations stay fp32 if parameters are converted to another dtype."""
+        table = self.table
+        result = super()._apply(fn, recurse)
+        if self.table.dtype != table.dtype:
+            self.table = table.to(self.table.device)
+        return result
 
     def _residual_outputs(self) -> Iterator[tuple[str, nn.Module]]:
         """Layers that write to the residual stream; their initial weights shrink with the number of layers."""
