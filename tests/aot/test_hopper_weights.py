@@ -89,7 +89,7 @@ def test_machine_code(case: Case) -> None:
 
 @pytest.mark.sweep
 def test_16_byte_stores() -> None:
-    """Of bf16 outputs with enough tokens; partials keep the layout of the accumulator."""
+    """Stores of bf16 outputs for 16 tokens have 16 bytes; those of partials 8, as the accumulator lies in registers."""
     found = compiled(Case("mxfp4", 16))
     assert found.stores[128] == 4, "one for each consumer"
     assert set(found.stores) == {64, 128}

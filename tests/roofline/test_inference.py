@@ -89,6 +89,14 @@ def test_latent_attention_reads_its_latent():
     assert cache.flops == 61 * 1000 * 2 * 128 * (512 + 64 + 512)
 
 
+def test_a_prefill_expands_the_latents_that_are_cached():
+    model = SERVED_MODELS["DeepSeek-V3 671B"]
+    cost = prefill_cost(model, Serving(batch=2, context=100), 10, H200)
+    cache = next(step for step in cost.steps if step.name == "cache")
+    pairs = 2 * 10 * (100 + 11 / 2) * 61 * 2 * 128 * (128 + 64 + 128)
+    assert cache.flops == pairs + 2 * 2 * 100 * 61 * 512 * 128 * (128 + 128)
+
+
 def test_a_prefill_multiplies_all_tokens_and_reads_weights_once():
     cost = prefill_cost(LLAMA, Serving(batch=2, context=0), 512, H200)
     dense, cache, head = cost.steps

@@ -68,14 +68,6 @@ class QuantizedGroupedLinear(FrozenLayer):
     def experts(self) -> int:
         return self.weight_shape[0]
 
-    @property
-    def in_features(self) -> int:
-        return self.weight_shape[2]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_shape[1]
-
     def forward(self, input: Tensor, routing: Tensor | Routing) -> Tensor:
         """Tokens [T, in_features] and their routing, or sorted rows [M, in_features] and expert ends -> [M, out]."""
         routed = as_routing(routing)

@@ -73,6 +73,14 @@ class FrozenLayer(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     @property
+    def in_features(self) -> int:
+        return self.weight_shape[-1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight_shape[-2]
+
+    @property
     def activations(self) -> Operand | None:
         """How the input is cast; None in a weight-only layer."""
         return self.recipe.operand("fprop_x")

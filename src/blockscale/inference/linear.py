@@ -55,14 +55,6 @@ class QuantizedLinear(FrozenLayer):
         """The layer with the weight of a linear layer, rounded to a format, and the same bias."""
         return cls.from_operand(quantize_weight(linear.weight, weights), linear.bias, activations)
 
-    @property
-    def in_features(self) -> int:
-        return self.weight_shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight_shape[0]
-
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in autocast's dtype if autocast is on, else the input's."""
         self.check_input(input)
